@@ -1,0 +1,76 @@
+"""The specification's numbers under the specification's names, each with its section (CRP-SPEC-024)."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+CDR_MIN_RELEVANCE: Final = 0.55
+"""§2.6: facts whose cosine to the query is below this are not candidates at all."""
+
+COVERAGE_PENALTY_CAP: Final = 0.80
+"""§2.2: what coverage can take away from a fact at most."""
+
+MIN_NOVELTY_FLOOR: Final = 0.20
+"""§2.4: what is left of every fact, however well it is covered."""
+
+NGRAM_SIZE: Final = 6
+"""§5.1: tokens in one n-gram of the guard."""
+
+NGRAM_PENALTY_STEP: Final = 0.15
+"""§5.2: what one matching n-gram takes away."""
+
+NGRAM_PENALTY_CAP: Final = 0.80
+"""§5.2: what the guard can take away at most."""
+
+GUARD_ALERT_SHARE: Final = 0.20
+"""§5.3: above this share of penalised candidates the guard raises its alert."""
+
+COMPLETION_THRESHOLD: Final = 0.92
+"""§6, exit 1."""
+
+MAX_WINDOWS: Final = 5
+"""§6, exit 2: the default ceiling."""
+
+MAX_WINDOWS_LIMIT: Final = 20
+"""§6, exit 2: how far the ceiling can be raised."""
+
+EXHAUSTION_RATIO: Final = 0.15
+"""§6, exit 3: the mean novelty ratio below which the store has nothing new to give."""
+
+SAFETY_BUDGET_FLOOR: Final = 0.10
+"""§6, exit 4."""
+
+EXIT_SLACK: Final = 1e-9
+"""Reading R10: slack of every comparison that decides an exit."""
+
+DEFAULT_DEPTH: Final = 0.5
+"""§3.1: depth of a sub-query that is addressed but has no depth reported."""
+
+MAX_DEPTH_FROM_WORDS: Final = 0.90
+"""§3.2 (reading R7): the depth that a word count can reach."""
+
+GUARANTEE_COVERAGE_SCORE: Final = 0.40
+"""§9, condition 1: the guarantee holds while the Coverage-Score stays above this."""
+
+TASK_COMPLETE: Final = "task-complete"
+LIMIT_REACHED: Final = "limit-reached"
+CKF_EXHAUSTED: Final = "ckf-exhausted"
+SAFETY_BUDGET_DEPLETED: Final = "safety-budget-depleted"
+IN_PROGRESS: Final = "in-progress"
+EXIT_REASONS: Final = (TASK_COMPLETE, LIMIT_REACHED, CKF_EXHAUSTED, SAFETY_BUDGET_DEPLETED)
+"""§6: the four exits in their order of priority."""
+
+
+class Depth(float, Enum):
+    """§3.2: names for coverage depths, for callers that have no word counts."""
+
+    THOROUGH = 0.90
+    ADEQUATE = 0.70
+    PARTIAL = 0.40
+    MARGINAL = 0.15
+
+
+SAFE_EXPONENT: Final = 200
+"""Readings, "Exact arithmetic": a vector whose largest magnitude lies outside 2^±this is scaled by an exact
+power of two first. 200 and not more, since the product of two squared norms must stay a float64."""
