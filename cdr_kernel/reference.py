@@ -1,0 +1,613 @@
+"""Coverage-Differential Retrieval in plain Python: §2 to §8 of CRP-SPEC-024, literally.
+
+Normative: where another module disagrees with this one, the other one is wrong. Every function names the
+section it comes from and, where the specification contradicts itself, the reading (R1, R2, ...) that decides.
+Standard library only, one fact at a time, never tuned.
+
+    ranking = cdr_rank(facts, query_embedding, session)      # gate, score, sort
+    envelope = ranking[:8]                                   # whatever packing picks
+    update_session_after_window(session, report, output)     # coverage, residual, blacklist, count
+    should_stop(session, report, envelope)                   # the four exits
+
+A vector is any sequence of finite floats that are not all zero. Everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cdr_kernel.constants import (
+    CDR_MIN_RELEVANCE,
+    CKF_EXHAUSTED,
+    COMPLETION_THRESHOLD,
+    COVERAGE_PENALTY_CAP,
+    DEFAULT_DEPTH,
+    EXHAUSTION_RATIO,
+    EXIT_REASONS,
+    EXIT_SLACK,
+    GUARANTEE_COVERAGE_SCORE,
+    GUARD_ALERT_SHARE,
+    IN_PROGRESS,
+    LIMIT_REACHED,
+    MAX_DEPTH_FROM_WORDS,
+    MAX_WINDOWS,
+    MAX_WINDOWS_LIMIT,
+    MIN_NOVELTY_FLOOR,
+    NGRAM_PENALTY_CAP,
+    NGRAM_PENALTY_STEP,
+    NGRAM_SIZE,
+    SAFE_EXPONENT,
+    SAFETY_BUDGET_DEPLETED,
+    SAFETY_BUDGET_FLOOR,
+    TASK_COMPLETE,
+)
+
+Vector = Sequence[float]
+NGram = tuple[str, ...]
+
+
+@dataclass
+class Fact:
+    """One fact of the store (CKF).
+
+    `importance_weight` (§2.2) and `multiplier` (a further factor per fact, such as recency) are finite and >=
+    0. `sequence` decides ties (R26); None stands for the position in the list that is ranked.
+    """
+
+    embedding: Vector
+    content: str = ""
+    importance_weight: float = 1.0
+    multiplier: float = 1.0
+    id: str | None = None
+    sequence: int | None = None
+
+
+@dataclass
+class Entry:
+    """§2.1, CoverageEntry: an addressed sub-query, its depth in [0, 1], the 1-based window that did it."""
+
+    embedding: Vector
+    depth_weight: float
+    window_number: int = 1
+
+
+@dataclass
+class SubQuery:
+    """One item of the task's decomposition. `marginal`: may be left undone by a complete task (R9)."""
+
+    id: str
+    label: str
+    text: str
+    embedding: Vector
+    marginal: bool = False
+
+
+@dataclass
+class Report:
+    """What §3.1 calls the DPE report: what one window's output addressed, by sub-query id."""
+
+    completeness_score: float
+    addressed: Sequence[str] = ()
+    depth_by_sub_query: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Scored:
+    """A fact that passed the gate, with everything that went into its score."""
+
+    fact: Fact
+    relevance: float
+    coverage: float
+    residual_pull: float
+    novelty: float
+    ngram_overlap: int
+    ngram_penalty: float
+    score_without_guard: float
+    score: float
+
+
+@dataclass
+class Exit:
+    """What `should_stop` says.
+
+    `reason` is one of EXIT_REASONS or None; `also` lists the other exits that are true; `detail` says why
+    exhaustion is true and is empty otherwise; `novelty_ratio` is None when no envelope was given.
+    """
+
+    stop: bool
+    reason: str | None
+    also: tuple[str, ...]
+    escalate: bool
+    detail: str
+    novelty_ratio: float | None
+
+
+@dataclass
+class ReferenceSession:
+    """The state of one task. The sets are those of §2.1 and §5.1.
+
+    `window_count` counts completed windows and starts at 0 (R15). `max_windows` is 1 to 20 (R16).
+    `completeness` is the last one reported. `first_window_pull`: R1. `clamp_novelty`: R3.
+    `exhaustion`: "score" or "novelty" (R11).
+    """
+
+    task_sub_queries: Sequence[SubQuery] = ()
+    coverage_set: list[Entry] = field(default_factory=list)
+    residual_set: list[SubQuery] | None = None
+    ngram_blacklist: set[NGram] = field(default_factory=set)
+    window_count: int = 0
+    completeness: float = 0.0
+    max_windows: int = MAX_WINDOWS
+    min_relevance: float = CDR_MIN_RELEVANCE
+    completion_threshold: float = COMPLETION_THRESHOLD
+    safety_budget: float = 1.0
+    first_window_pull: bool = False
+    clamp_novelty: bool = False
+    exhaustion: str = "score"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_windows <= MAX_WINDOWS_LIMIT:
+            raise ValueError(f"max_windows must be 1 to {MAX_WINDOWS_LIMIT}, got {self.max_windows}")
+        if self.residual_set is None:
+            self.residual_set = list(self.task_sub_queries)
+
+    @property
+    def remaining(self) -> list[SubQuery]:
+        """§2.1: the residual set."""
+        return self.residual_set or []
+
+    def reset(self) -> None:
+        """§2.7, R17: back to the state before the first window."""
+        self.coverage_set = []
+        self.residual_set = list(self.task_sub_queries)
+        self.ngram_blacklist = set()
+        self.window_count = 0
+        self.completeness = 0.0
+
+
+# Exact arithmetic
+
+
+def scaled(vector: Vector) -> list[float]:
+    """The vector, or an exact power of two times it: its direction in numbers whose squares are in range.
+
+    "Exact arithmetic": only when the largest magnitude is above 2^200 or below 2^-200 is the vector
+    multiplied by the power of two that brings that magnitude into [1, 2). What the multiplication rounds is
+    more than 2^1022 times smaller than the largest magnitude. ValueError for a vector that is empty, zero or
+    not finite (R6).
+    """
+    values = [float(x) for x in vector]
+    if not all(math.isfinite(x) for x in values):
+        raise ValueError(f"expected a vector of finite numbers, got {values}")
+    largest = max((abs(x) for x in values), default=0.0)
+    if largest == 0.0:
+        raise ValueError(f"expected a vector that has a direction, got {values}")
+    if 2.0**-SAFE_EXPONENT <= largest <= 2.0**SAFE_EXPONENT:
+        return values
+    _, exponent = math.frexp(largest)  # largest = m * 2^exponent with m in [0.5, 1)
+    return [math.ldexp(x, 1 - exponent) for x in values]
+
+
+def dot(a: Vector, b: Vector) -> float:
+    """The dot product of "Exact arithmetic": products rounded to float64, their sum correctly rounded.
+
+    ValueError when the dimensions differ.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"expected vectors of one dimension, got {len(a)} and {len(b)}")
+    return math.fsum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+
+
+def cosine(a: Vector, b: Vector) -> float:
+    """The cosine of "Exact arithmetic": dot(a, b) / sqrt(dot(a, a) * dot(b, b)), clamped to [-1, 1].
+
+    One root of the product and not a product of two roots: a vector against itself is then exactly 1.
+    """
+    a, b = scaled(a), scaled(b)
+    value = dot(a, b) / math.sqrt(dot(a, a) * dot(b, b))
+    return max(-1.0, min(1.0, value))
+
+
+# §2: the formula
+
+
+def coverage_score(fact: Fact, entries: Sequence[Entry]) -> float:
+    """§2.2, §2.3: the mean of the cosines to the coverage entries, weighted by depth.
+
+    The shares depth / total are made first, so that depths near the smallest float keep their meaning. No
+    entries: 0 (§2.7). All depths 0: 0 (R5). Entries alone divide, so m orthogonal topics dilute each other
+    (R22). ValueError for a depth outside [0, 1] (R6).
+    """
+    for entry in entries:
+        check_depth(entry.depth_weight)
+    total = math.fsum(entry.depth_weight for entry in entries)
+    if total == 0.0:
+        return 0.0
+    return math.fsum(entry.depth_weight / total * cosine(fact.embedding, entry.embedding) for entry in entries)
+
+
+def residual_pull(
+    fact: Fact,
+    residual: Sequence[SubQuery],
+    entries: Sequence[Entry],
+    *,
+    first_window_pull: bool = False,
+) -> float:
+    """§2.2: the largest cosine to a sub-query that remains; 0 when none does.
+
+    R1: 0 while the coverage set is empty (§2.7), whatever the window's number. `first_window_pull=True` is
+    §7.1, which pulls from the start.
+    """
+    if not residual:
+        return 0.0
+    if not entries and not first_window_pull:
+        return 0.0
+    return max(cosine(fact.embedding, sub_query.embedding) for sub_query in residual)
+
+
+def novelty(coverage: float, *, clamp_novelty: bool = False) -> float:
+    """§2.2, §2.4: 1 less the capped coverage, and never under the floor.
+
+    R3: a negative coverage gives more than 1, up to 2; `clamp_novelty=True` holds it at 1.
+    """
+    coverage_penalty = min(coverage, COVERAGE_PENALTY_CAP)
+    value = max(1.0 - coverage_penalty, MIN_NOVELTY_FLOOR)
+    return min(value, 1.0) if clamp_novelty else value
+
+
+def ngram_penalty(ngram_overlap: int) -> float:
+    """§5.2: what the n-gram guard takes away, for that many listed n-grams in the fact."""
+    return min(NGRAM_PENALTY_CAP, ngram_overlap * NGRAM_PENALTY_STEP)
+
+
+def cdr_score(
+    relevance: float,
+    pull: float,
+    novelty: float,
+    *,
+    importance_weight: float = 1.0,
+    multiplier: float = 1.0,
+) -> float:
+    """§2.2: CDR_score. The guard's factor is not in it: see `score_fact` (R2).
+
+    ValueError for an importance or a multiplier that is negative or not finite (R28).
+    """
+    for name, value in (("importance_weight", importance_weight), ("multiplier", multiplier)):
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ValueError(f"{name} must be finite and >= 0, got {value}")
+    effective_relevance = max(relevance, pull)
+    return importance_weight * multiplier * effective_relevance * novelty
+
+
+def score_fact(fact: Fact, query_embedding: Vector, session: ReferenceSession) -> Scored:
+    """§7.1, the body of the loop without its gate: one fact, scored.
+
+    R2: `score` has the guard's factor (§5.2's adjusted_score), `score_without_guard` is §2.2's CDR_score.
+    """
+    relevance = cosine(fact.embedding, query_embedding)
+    coverage = coverage_score(fact, session.coverage_set)
+    pull = residual_pull(fact, session.remaining, session.coverage_set, first_window_pull=session.first_window_pull)
+    fresh = novelty(coverage, clamp_novelty=session.clamp_novelty)
+    overlap = count_matching_ngrams(fact.content, session.ngram_blacklist)
+    penalty = ngram_penalty(overlap)
+    score_without_guard = cdr_score(
+        relevance, pull, fresh, importance_weight=fact.importance_weight, multiplier=fact.multiplier
+    )
+    return Scored(
+        fact=fact,
+        relevance=relevance,
+        coverage=coverage,
+        residual_pull=pull,
+        novelty=fresh,
+        ngram_overlap=overlap,
+        ngram_penalty=penalty,
+        score_without_guard=score_without_guard,
+        score=score_without_guard * (1.0 - penalty),
+    )
+
+
+def cdr_rank(
+    facts: Sequence[Fact], query_embedding: Vector, session: ReferenceSession, *, k: int | None = None
+) -> list[Scored]:
+    """§7.1, Phase 2 ranking: the facts that pass the gate, best first, the first k of them (None: all).
+
+    §2.6, R4, R21: a fact is kept if and only if its relevance is >= `session.min_relevance`; neither novelty
+    nor pull rescues it. R26: equal scores stand in the order of their sequence numbers. ValueError for k < 0.
+    """
+    if k is not None and k < 0:
+        raise ValueError(f"k must be None or >= 0, got {k}")
+    candidates = []
+    for position, fact in enumerate(facts):
+        scored = score_fact(fact, query_embedding, session)
+        if scored.relevance < session.min_relevance:
+            continue
+        sequence = position if fact.sequence is None else fact.sequence
+        candidates.append((-scored.score, sequence, position, scored))
+    candidates.sort(key=lambda candidate: candidate[:3])
+    ranking = [scored for _, _, _, scored in candidates]
+    return ranking if k is None else ranking[:k]
+
+
+# §3: coverage and residual
+
+
+def check_depth(depth: float) -> None:
+    """R6: ValueError for a depth weight outside [0, 1] or not a number."""
+    if not 0.0 <= depth <= 1.0:
+        raise ValueError(f"a depth weight must be in [0, 1], got {depth}")
+
+
+def depth_from_words(actual: float, expected: float) -> float:
+    """§3.2, R7: words written over words expected, at most 0.90; 0.5 (§3.1) when none were expected.
+
+    ValueError for counts that are not finite, or for actual < 0.
+    """
+    if not (math.isfinite(actual) and math.isfinite(expected) and actual >= 0):
+        raise ValueError(f"expected finite word counts, actual >= 0, got {actual} of {expected}")
+    if expected <= 0:
+        return DEFAULT_DEPTH
+    return min(MAX_DEPTH_FROM_WORDS, actual / expected)
+
+
+def update_session_after_window(session: ReferenceSession, report: Report, window_output: str) -> None:
+    """§7.2: coverage set, residual set, n-gram blacklist and window count after a completed window.
+
+    R8: what is addressed leaves the residual set that is there. R15: the entries carry the 1-based number of
+    the window that just ended. R19: a sub-query addressed again is appended again. R33: a depth that is not
+    reported is 0.5. ValueError, and the session unchanged, for an unknown id, a depth or a completeness
+    outside [0, 1].
+    """
+    by_id = {sub_query.id: sub_query for sub_query in session.task_sub_queries}
+    for name in (*report.addressed, *report.depth_by_sub_query):
+        if name not in by_id:
+            raise ValueError(f"the report names sub-query {name!r}, the task has {sorted(by_id)}")
+    for depth in report.depth_by_sub_query.values():
+        check_depth(depth)
+    if not 0.0 <= report.completeness_score <= 1.0:
+        raise ValueError(f"completeness_score must be in [0, 1], got {report.completeness_score}")
+    new_entries = [
+        Entry(
+            embedding=scaled(by_id[name].embedding),
+            depth_weight=report.depth_by_sub_query.get(name, DEFAULT_DEPTH),
+            window_number=session.window_count + 1,
+        )
+        for name in report.addressed
+    ]
+
+    session.coverage_set = [*session.coverage_set, *new_entries]
+    session.residual_set = [sub_query for sub_query in session.remaining if sub_query.id not in report.addressed]
+    session.ngram_blacklist = session.ngram_blacklist | ngrams(tokenize(window_output))
+    session.window_count += 1
+    session.completeness = report.completeness_score
+
+
+# §4: the Residual Task Anchor
+
+
+def residual_task_anchor(remaining: Sequence[SubQuery], max_chars: int | None = None) -> str:
+    """§4.2, R31: the sentence that names what remains; the empty string when nothing does.
+
+    A sentence longer than `max_chars` characters keeps as many labels from the front as fit and counts the
+    others: "Remaining sections to complete: A, B (+3 more)", down to "Remaining sections to complete: (+5
+    more)". Only that last form is returned even if it is too long itself. ValueError for max_chars < 1.
+    """
+    if max_chars is not None and max_chars < 1:
+        raise ValueError(f"max_chars must be None or >= 1, got {max_chars}")
+    if not remaining:
+        return ""
+    labels = [sub_query.label for sub_query in remaining]
+    opening = "Remaining sections to complete: "
+    anchor = opening + ", ".join(labels)
+    if max_chars is None or len(anchor) <= max_chars:
+        return anchor
+    for kept in range(len(labels) - 1, 0, -1):
+        anchor = f"{opening}{', '.join(labels[:kept])} (+{len(labels) - kept} more)"
+        if len(anchor) <= max_chars:
+            return anchor
+    return f"{opening}(+{len(labels)} more)"
+
+
+# §5: the n-gram guard
+
+SPACELESS: Mapping[str, Sequence[tuple[int, int]]] = {
+    "Han": (
+        (0x2E80, 0x2FDF),  # radicals
+        (0x3005, 0x3007),  # iteration mark, closing mark, zero
+        (0x3021, 0x3029),  # Hangzhou numerals
+        (0x3038, 0x303C),
+        (0x3400, 0x4DBF),
+        (0x4E00, 0x9FFF),
+        (0xF900, 0xFAFF),
+        (0x16FE2, 0x16FE3),
+        (0x16FF0, 0x16FF6),
+        (0x20000, 0x3FFFD),  # the two ideographic planes
+    ),
+    "Hiragana and Katakana": (
+        (0x3031, 0x3035),  # vertical repeat marks
+        (0x3040, 0x30FF),
+        (0x31F0, 0x31FF),
+        (0xFF66, 0xFF9F),
+        (0x1AFF0, 0x1B16F),
+    ),
+    "Thai": ((0x0E00, 0x0E7F),),
+    "Lao": ((0x0E80, 0x0EFF),),
+    "Tibetan": ((0x0F00, 0x0FFF),),
+    "Myanmar": ((0x1000, 0x109F), (0xA9E0, 0xA9FF), (0xAA60, 0xAA7F), (0x116D0, 0x116FF)),
+    "Khmer": ((0x1780, 0x17FF), (0x19E0, 0x19FF)),
+}
+"""R23: the scripts written without spaces between words, as ranges of code points, both ends included."""
+
+
+def is_spaceless(character: str) -> bool:
+    """R23: whether the character lies in a script that is written without spaces."""
+    code = ord(character)
+    return any(low <= code <= high for ranges in SPACELESS.values() for low, high in ranges)
+
+
+def tokenize(text: str) -> list[str]:
+    """§5.1, R23: NFKC, then casefold, then tokens.
+
+    A token is a run of letters (L*), numbers (N*) and marks (M*). In the scripts of SPACELESS every letter or
+    number is a token of its own, together with the marks right after it. Everything else separates. A mark
+    with nothing before it begins a run.
+    """
+    tokens: list[str] = []
+    joins = ""  # the kinds of character that would still belong to the last token
+    for character in unicodedata.normalize("NFKC", text).casefold():
+        kind = unicodedata.category(character)[0]
+        if kind not in "LNM":
+            joins = ""
+        elif kind in "LN" and is_spaceless(character):
+            tokens.append(character)
+            joins = "M"
+        elif kind in joins:
+            tokens[-1] += character
+        else:
+            tokens.append(character)
+            joins = "LNM"
+    return tokens
+
+
+def ngrams(tokens: Sequence[str], n: int = NGRAM_SIZE) -> set[NGram]:
+    """§5.1: the distinct n-grams of consecutive tokens; none when there are fewer than n tokens."""
+    return {tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)}
+
+
+def count_matching_ngrams(content: str, blacklist: set[NGram], n: int = NGRAM_SIZE) -> int:
+    """§5.2, R24: how many distinct n-grams of the fact are in the blacklist."""
+    return len(ngrams(tokenize(content), n) & blacklist)
+
+
+def guard_activations(ranking: Sequence[Scored]) -> int:
+    """§8.3, R25: how many facts that passed the gate got an n-gram penalty."""
+    return sum(scored.ngram_penalty > 0.0 for scored in ranking)
+
+
+def guard_alert(ranking: Sequence[Scored]) -> bool:
+    """§5.3, R25: whether more than 20 % of the facts that passed the gate got a penalty."""
+    return len(ranking) > 0 and guard_activations(ranking) / len(ranking) > GUARD_ALERT_SHARE
+
+
+# §6: the exits
+
+
+def novelty_ratio(envelope: Sequence[Scored], exhaustion: str = "score") -> float:
+    """§6, exit 3: the mean over the packed facts of final score / query relevance (R11).
+
+    `exhaustion="novelty"` takes the mean of novelty * (1 - ngram_penalty), which no importance moves. R27:
+    facts of relevance <= 0 are left out. R12: 0 when no fact is left.
+    """
+    if exhaustion not in ("score", "novelty"):
+        raise ValueError(f'exhaustion must be "score" or "novelty", got {exhaustion!r}')
+    counted = [scored for scored in envelope if scored.relevance > 0.0]
+    if not counted:
+        return 0.0
+    if exhaustion == "score":
+        ratios = [scored.score / scored.relevance for scored in counted]
+    else:
+        ratios = [scored.novelty * (1.0 - scored.ngram_penalty) for scored in counted]
+    return math.fsum(ratios) / len(ratios)
+
+
+def should_stop(
+    session: ReferenceSession, report: Report | None = None, envelope: Sequence[Scored] | None = None
+) -> Exit:
+    """§6, §7.1: the four exits, tested on the session as it is now (R15: after the update).
+
+    R10: `reason` is the first true exit in the order of §6, `also` the other true ones, and `escalate` is
+    true whenever the safety budget is used up. R9: what remains may be marginal. R32: before a window there
+    is no report, and without one exit 1 is not tested; without an envelope exit 3 is not.
+
+    R10's slack goes to what is mathematically equal to its limit: a completeness of .92 and a budget of .10
+    count as reached, a ratio of .15 does not count as below.
+    """
+    ratio = None if envelope is None else novelty_ratio(envelope, session.exhaustion)
+    exhausted = ratio is not None and ratio < EXHAUSTION_RATIO - EXIT_SLACK
+    depleted = session.safety_budget <= SAFETY_BUDGET_FLOOR + EXIT_SLACK
+    true = {
+        TASK_COMPLETE: report is not None
+        and report.completeness_score >= session.completion_threshold - EXIT_SLACK
+        and all(sub_query.marginal for sub_query in session.remaining),
+        LIMIT_REACHED: session.window_count >= session.max_windows,
+        CKF_EXHAUSTED: exhausted,
+        SAFETY_BUDGET_DEPLETED: depleted,
+    }
+    reasons = [reason for reason in EXIT_REASONS if true[reason]]
+    detail = ""
+    if exhausted:
+        if not envelope:
+            detail = "no fact passed the relevance gate"
+        elif all(scored.relevance <= 0.0 for scored in envelope):
+            detail = "no packed fact has a relevance above zero"
+        else:
+            detail = f"the mean novelty ratio {ratio:.3f} is below {EXHAUSTION_RATIO}"
+    return Exit(
+        stop=bool(reasons),
+        reason=reasons[0] if reasons else None,
+        also=tuple(reasons[1:]),
+        escalate=depleted,
+        detail=detail,
+        novelty_ratio=ratio,
+    )
+
+
+# §8 and §9: headers and the guarantee
+
+
+def min_novelty(envelope: Sequence[Scored]) -> float | None:
+    """§8.1, R3, R13: the least novelty in the envelope, clamped to [0.20, 1]; None for an empty envelope."""
+    if not envelope:
+        return None
+    return max(MIN_NOVELTY_FLOOR, min(1.0, min(scored.novelty for scored in envelope)))
+
+
+def band(coverage_score: float) -> str:
+    """§8.1: "healthy" above .70, "moderate" from .40 to .70, both included, "low" below .40."""
+    if coverage_score > 0.70:
+        return "healthy"
+    if coverage_score >= 0.40:
+        return "moderate"
+    return "low"
+
+
+def guarantee_holds(envelope: Sequence[Scored]) -> bool:
+    """§9, R35: whether the Coverage-Score is above .40. An empty envelope has none: False."""
+    score = min_novelty(envelope)
+    return score is not None and score > GUARANTEE_COVERAGE_SCORE
+
+
+def headers(
+    ranking: Sequence[Scored],
+    envelope: Sequence[Scored],
+    *,
+    coverage_depth: int,
+    completeness: float = 0.0,
+    exit: Exit | None = None,
+) -> dict[str, str]:
+    """§6, §8: every header of one window.
+
+    ranking: all facts that passed the gate; envelope: those that were packed; coverage_depth: the entries of
+    the coverage set at packing time, before this window's update (R14); completeness: the last one reported.
+
+    Coverage-Score is left out for an empty envelope, and both it and the completeness have two decimals
+    (R30). The completeness is there when the reason is limit-reached, Mode and Onboarding-Hint when it is
+    ckf-exhausted.
+    """
+    reason = None if exit is None else exit.reason
+    result = {
+        "CRP-Context-Coverage-Depth": str(coverage_depth),
+        "CRP-Context-NGram-Guard-Activations": str(guard_activations(ranking)),
+        "CRP-Context-Continuation-Status": IN_PROGRESS if reason is None else reason,
+    }
+    score = min_novelty(envelope)
+    if score is not None:
+        result["CRP-Context-Coverage-Score"] = f"{score:.2f}"
+    if reason == LIMIT_REACHED:
+        result["CRP-Quality-Completeness"] = f"{completeness:.2f}"
+    if reason == CKF_EXHAUSTED:
+        result["CRP-Context-Mode"] = CKF_EXHAUSTED
+        result["CRP-Onboarding-Hint"] = "ingest-more-documents-for-continued-quality"
+    return result
