@@ -1,0 +1,149 @@
+"""The arrays that callers may hand in, and what they become: checked, native, in the safe range."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel import _C
+from cdr_kernel.constants import SAFE_EXPONENT
+
+Float64: TypeAlias = npt.NDArray[np.float64]
+Int64: TypeAlias = npt.NDArray[np.int64]
+Blocks: TypeAlias = tuple[npt.NDArray[Any], ...]
+"""[N_i, D] arrays of one dtype and dimension, read one after the other."""
+
+_FLAGS = {1: "not finite", 2: "all zeros"}
+
+
+def is_tensor(x: object) -> bool:
+    """Whether x is a torch tensor; torch is not imported to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
+    """A numpy view or copy of x as native, aligned, C-ordered float16, float32 or float64.
+
+    x: lists, tuples, numpy arrays of any layout and endianness, torch tensors (bfloat16 becomes float32,
+    which is exact). Integers become float64. Raises TypeError for anything that is not numbers, ValueError for
+    another number of dimensions than ndim.
+    """
+    if is_tensor(x):
+        import torch
+
+        x = x.detach().cpu()
+        x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    try:
+        a = np.asarray(x)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: expected a regular {ndim}-dimensional array of numbers ({error})") from None
+    if a.size == 0 and a.ndim == 1 and ndim == 2:
+        a = a.reshape(0, 0).astype(np.float64)
+    if a.dtype.kind not in "fiu" or (a.dtype.kind == "f" and a.dtype.itemsize > 8):
+        raise TypeError(f"{name}: expected float16, float32 or float64, got {a.dtype}")
+    if a.ndim != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {list(a.shape)}")
+    dtype = a.dtype.newbyteorder("=") if a.dtype.kind == "f" else np.dtype(np.float64)
+    return np.require(a, dtype=dtype, requirements=["C", "A"])
+
+
+def check_rows(blocks: Blocks) -> tuple[Float64, npt.NDArray[np.uint8]]:
+    """Correctly rounded squared norms float64 [N], and what is wrong with each row (0 = nothing)."""
+    return _C.check_rows(blocks, SAFE_EXPONENT)
+
+
+def scale_rows(rows: Float64) -> Float64:
+    """Rows float64 [n, D] times an exact power of two each, so that the largest magnitude is in [1, 2)."""
+    _, exponents = np.frexp(np.abs(rows).max(axis=1, keepdims=True))
+    scaled: Float64 = np.ldexp(rows, 1 - exponents)
+    return scaled
+
+
+def as_vectors(x: Any, dim: int | None, name: str) -> Float64:
+    """Query-side vectors as float64 [n, D], each finite, non-zero and in the safe range.
+
+    Vectors whose largest magnitude lies outside 2^±200 are scaled by an exact power of two, which leaves their
+    direction as it is (readings, "Exact arithmetic"). Raises ValueError naming the first bad vector; TypeError
+    for a dtype that is not a float or an integer. dim None takes the dimension that comes.
+    """
+    a: Float64 = as_array(x, 2, name).astype(np.float64)
+    if len(a) == 0:
+        return np.zeros((0, dim or 0))
+    if a.shape[1] != (dim or a.shape[1]) or a.shape[1] == 0:
+        raise ValueError(f"{name}: expected dimension {dim or 'of at least 1'}, got {a.shape[1]}")
+    (a,), _ = safe_blocks((a,), name)
+    return a
+
+
+def as_vector(x: Any, dim: int | None, name: str) -> Float64:
+    """One vector as float64 [D]; the rules of as_vectors."""
+    a: Float64 = as_array(x, 1, name).astype(np.float64)
+    if len(a) != (dim or len(a)) or len(a) == 0:
+        raise ValueError(f"{name}: expected dimension {dim or 'of at least 1'}, got {len(a)}")
+    _, flags = check_rows((a[None],))
+    if flags[0] in _FLAGS:
+        raise ValueError(f"{name}: {_FLAGS[int(flags[0])]}")
+    return scale_rows(a[None])[0] if flags[0] else a
+
+
+def as_blocks(embeddings: Any) -> Blocks:
+    """embeddings, or a tuple of arrays, as a tuple of [N_i, D] arrays of one dtype and dimension."""
+    if (
+        isinstance(embeddings, tuple)
+        and embeddings
+        and all(isinstance(b, np.ndarray) and b.ndim == 2 for b in embeddings)
+    ):
+        blocks = tuple(as_array(b, 2, "embeddings") for b in embeddings)
+        for b in blocks[1:]:
+            if b.dtype != blocks[0].dtype or b.shape[1] != blocks[0].shape[1]:
+                raise ValueError(
+                    f"embeddings: expected blocks of {blocks[0].dtype} [N, {blocks[0].shape[1]}], "
+                    f"got {b.dtype} {list(b.shape)}"
+                )
+        return blocks
+    a = as_array(embeddings, 2, "embeddings")
+    return (a,) if a.shape[1] else (np.zeros((0, 1)),)
+
+
+def safe_blocks(blocks: Blocks, name: str = "embeddings") -> tuple[Blocks, Float64]:
+    """The blocks and their squared norms; rows outside the safe range are scaled in a copy. Bad rows raise."""
+    squared_norms, flags = check_rows(blocks)
+    bad = np.flatnonzero((flags == 1) | (flags == 2))
+    if len(bad):
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise ValueError(f"{name}: {_FLAGS[int(flags[bad[0]])]} in row {bad[0]}{more}")
+    far = np.flatnonzero(flags == 3)
+    if len(far):
+        rows = np.concatenate(blocks)
+        rows[far] = scale_rows(rows[far])
+        blocks = (rows,)
+        squared_norms, _ = check_rows(blocks)
+    return blocks, squared_norms
+
+
+def factor(values: Any, n: int, name: str) -> Float64 | None:
+    """importance or multiplier as float64 [n], finite and >= 0 (reading R28); None stays None."""
+    if values is None:
+        return None
+    a = as_array(values, 1, name).astype(np.float64)
+    if len(a) != n:
+        raise ValueError(f"{name}: expected {n} entries (one per row), got {len(a)}")
+    bad = np.flatnonzero(~(np.isfinite(a) & (a >= 0.0)))
+    if len(bad):
+        raise ValueError(f"{name}: expected finite and >= 0, got {a[bad[0]]} at row {bad[0]}")
+    return a
+
+
+def take_rows(blocks: Blocks, rows: Int64) -> npt.NDArray[Any]:
+    """Copy of these rows, [M, D]."""
+    out = np.empty((len(rows), blocks[0].shape[1]), blocks[0].dtype)
+    start = 0
+    for block in blocks:
+        here = (rows >= start) & (rows < start + len(block))
+        out[here] = block[rows[here] - start]
+        start += len(block)
+    return out

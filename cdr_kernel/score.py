@@ -1,0 +1,270 @@
+"""The batched op: embeddings and columns in, exact scores of the facts that pass the gate out.
+
+An implementation (``impl``) finds the rows that may pass the gate and, with ``k``, may be among the k best; one
+float64 routine then computes every number that is returned, so all implementations answer alike to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel import _C
+from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, as_blocks, factor, is_tensor, safe_blocks
+from cdr_kernel.columns import Columns
+from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+
+if TYPE_CHECKING:
+    import torch
+
+IMPLS = ("cpp", "torch")
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The facts that pass the gate, with their breakdown; every array has M entries.
+
+    rows: int64, positions in the embeddings, ascending (with k: best first, ties by row). score: with the n-gram
+    penalty of §5.2 (reading R2); score_without_guard: without it. relevance and residual_pull in [-1, 1] for the
+    specification's columns, coverage in [-1, 1], novelty in [0.20, 2] (reading R3: literal, unclamped).
+    """
+
+    rows: Int64
+    score: Float64
+    score_without_guard: Float64
+    relevance: Float64
+    coverage: Float64
+    residual_pull: Float64
+    novelty: Float64
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, positions: Int64) -> Scores:
+        """The scores at these positions, in this order."""
+        return Scores(**{name: getattr(self, name)[positions] for name in self.__dataclass_fields__})
+
+
+def best_first(score: Float64, rows: Int64, k: int | None = None) -> Int64:
+    """Positions of the k largest scores (all for None), best first, equal scores by the lower row (reading R26)."""
+    positions = np.arange(len(score))
+    if k is not None and k < len(score):
+        if k == 0:
+            return positions[:0]
+        positions = np.flatnonzero(score >= np.partition(score, len(score) - k)[len(score) - k])
+    return positions[np.lexsort((rows[positions], -score[positions]))][:k]
+
+
+def check_k(k: int | None) -> None:
+    """Raises TypeError or ValueError unless k is None or an integer >= 0."""
+    if k is None:
+        return
+    if isinstance(k, bool) or not isinstance(k, int | np.integer):
+        raise TypeError(f"k: expected an integer or None, got {type(k).__name__}")
+    if k < 0:
+        raise ValueError(f"k: expected at least 0, got {k}")
+
+
+def available_impls() -> tuple[str, ...]:
+    """The implementations that ``impl=`` takes here, the default for CPU data first."""
+    return IMPLS
+
+
+def choose_impl(impl: str | None, on_cpu: bool = True) -> str:
+    """impl itself if it is known, else CDR_KERNEL_IMPL, else cpp for CPU data and torch for the rest."""
+    asked = impl or os.environ.get("CDR_KERNEL_IMPL") or ("cpp" if on_cpu else "torch")
+    if asked not in IMPLS:
+        where = "impl" if impl else "CDR_KERNEL_IMPL"
+        raise ValueError(f"{where}: expected one of {', '.join(IMPLS)}, got {asked!r}")
+    return asked
+
+
+def _overlaps(values: Any, sessions: int, n: int) -> list[npt.NDArray[np.int32] | None]:
+    if values is None:
+        return [None] * sessions
+    if is_tensor(values):
+        values = values.detach().cpu().numpy()
+    a = np.asarray(values)
+    if a.dtype.kind not in "iu":
+        raise TypeError(f"ngram_overlap: expected integers, got {a.dtype}")
+    if a.shape not in ((n,), (sessions, n)):
+        raise ValueError(f"ngram_overlap: expected [{n}] or [{sessions}, {n}], got {list(a.shape)}")
+    if a.size and (a.min() < 0 or a.max() > np.iinfo(np.int32).max):
+        raise ValueError(f"ngram_overlap: expected counts >= 0, got {a.min()} to {a.max()}")
+    a = np.broadcast_to(a, (sessions, n))
+    return [np.ascontiguousarray(row, dtype=np.int32) for row in a]
+
+
+@overload
+def cdr_score(
+    embeddings: Any,
+    columns: Columns,
+    *,
+    importance: Any = ...,
+    multiplier: Any = ...,
+    ngram_overlap: Any = ...,
+    rows: Any = ...,
+    k: int | None = ...,
+    squared_norms: Float64 | None = ...,
+    impl: str | None = ...,
+) -> Scores: ...
+@overload
+def cdr_score(
+    embeddings: Any,
+    columns: Sequence[Columns],
+    *,
+    importance: Any = ...,
+    multiplier: Any = ...,
+    ngram_overlap: Any = ...,
+    rows: Any = ...,
+    k: int | None = ...,
+    squared_norms: Float64 | None = ...,
+    impl: str | None = ...,
+) -> list[Scores]: ...
+def cdr_score(
+    embeddings: Any,
+    columns: Columns | Sequence[Columns],
+    *,
+    importance: Any = None,
+    multiplier: Any = None,
+    ngram_overlap: Any = None,
+    rows: Any = None,
+    k: int | None = None,
+    squared_norms: Float64 | None = None,
+    impl: str | None = None,
+) -> Scores | list[Scores]:
+    """The exact CDR scores (§2.2, §5.2) of the facts that pass the gate (§2.6).
+
+    embeddings: [N, D] float16, float32, float64 (torch: bfloat16 too), any layout; need not be unit rows. A tuple
+    of such arrays is read as one array of their rows. columns: what one session asks, or a sequence of B of them,
+    which may differ in their numbers of coverage and residual vectors.
+
+    Equivalent to, for one session of the specification:
+        cos = F.normalize(embeddings) @ F.normalize(vectors).T
+        score = importance * multiplier * maximum(cos_query, cos_residual.amax(1)) * novelty * (1 - ngram_penalty)
+
+    rows: int64 [M], the only rows to look at (default: all N). importance, multiplier: [N] or, with rows, [M],
+    finite and >= 0, default 1. ngram_overlap: counts, [N] (or [M]), or one such row per session, default 0.
+    k: only the k best, best first; None: all that pass, in the order of their rows. squared_norms: float64 [N]
+    as ``StoreView`` keeps them, to save computing them again; the rows are then trusted. Not used on a device.
+    impl: "cpp" (every row in float64; the default on the CPU) or "torch" (float32 on the tensor's device, with a
+    margin, then the exact routine for what may pass).
+
+    Raises ValueError, TypeError or IndexError for what is not so. Zero and non-finite rows are ValueErrors.
+    """
+    single = isinstance(columns, Columns)
+    sessions: list[Columns] = [columns] if isinstance(columns, Columns) else list(columns)
+    for c in sessions:
+        if not isinstance(c, Columns):
+            raise TypeError(f"columns: expected Columns or a sequence of them, got {type(c).__name__}")
+    check_k(k)
+    on_host = not (is_tensor(embeddings) and embeddings.device.type != "cpu")
+    impl = choose_impl(impl, on_host)
+    data: tuple[Any, ...] = as_blocks(embeddings) if on_host else _device_rows(embeddings)
+    n = sum(len(b) for b in data)
+    for c in sessions:
+        if data[0].shape[1] != c.dim:
+            raise ValueError(f"columns: expected dimension {data[0].shape[1]} (that of the rows), got {c.dim}")
+    if not on_host:
+        squared_norms = None
+    elif squared_norms is None:
+        data, squared_norms = safe_blocks(data)
+    index = None if rows is None else _index(rows, n)
+    count = n if index is None else len(index)
+    weights = factor(importance, count, "importance")
+    factors = factor(multiplier, count, "multiplier")
+    with np.errstate(over="ignore"):
+        if weights is not None and factors is not None and not np.isfinite(weights * factors).all():
+            raise ValueError("multiplier: importance times multiplier is not finite")
+
+    overlaps = _overlaps(ngram_overlap, len(sessions), count)
+    each = [Factors(weights, factors, overlap) for overlap in overlaps]
+    if impl == "torch":
+        from cdr_kernel.score_torch import torch_candidates
+
+        found = torch_candidates(data, squared_norms, sessions, index, each, k)
+    else:
+        found = [np.arange(count) for _ in sessions]
+    results = []
+    for c, positions, f in zip(sessions, found, each, strict=True):
+        at = positions if index is None else index[positions]
+        if squared_norms is None:
+            scores, kept = _exact(*_copied(data[0], at), c, f.take(positions), k)
+        else:
+            scores, kept = _exact(data, squared_norms, at, c, f.take(positions), k)
+        results.append(replace(scores, rows=at[kept]))
+    return results[0] if single else results
+
+
+def _index(rows: Any, n: int) -> Int64:
+    a = np.asarray(rows)
+    if a.ndim != 1 or (a.size and a.dtype.kind not in "iu"):
+        raise ValueError(f"rows: expected integers [M], got {a.dtype} {list(a.shape)}")
+    if a.size and (a.min() < 0 or a.max() >= n):
+        raise IndexError(f"rows: expected 0 to {n - 1}, got {a.min()} to {a.max()}")
+    return np.ascontiguousarray(a, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What multiplies the scores, one entry per candidate: float64, float64, int32; None stands for 1, 1 and 0."""
+
+    importance: Float64 | None
+    multiplier: Float64 | None
+    ngram_overlap: npt.NDArray[np.int32] | None
+
+    def take(self, positions: Int64) -> Factors:
+        """The factors of the candidates at these positions."""
+
+        def at(values: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+            return None if values is None else np.ascontiguousarray(values[positions])
+
+        return Factors(at(self.importance), at(self.multiplier), at(self.ngram_overlap))
+
+
+def _exact(
+    blocks: Blocks, squared_norms: Float64, rows: Int64, c: Columns, factors: Factors, k: int | None
+) -> tuple[Scores, Int64]:
+    """The exact scores of those of rows that pass, and their positions in rows; with k the best only."""
+    passing = _C.gate_rows(blocks, squared_norms, c.compiled, rows)
+    factors = factors.take(passing)
+    values = _C.score_rows(
+        blocks,
+        squared_norms,
+        c.compiled,
+        rows[passing],
+        factors.importance,
+        factors.multiplier,
+        factors.ngram_overlap,
+        COVERAGE_PENALTY_CAP,
+        MIN_NOVELTY_FLOOR,
+        NGRAM_PENALTY_STEP,
+        NGRAM_PENALTY_CAP,
+    )
+    scores = Scores(rows[passing], *values)
+    if k is None:
+        return scores, passing
+    best = best_first(scores.score, scores.rows, k)
+    return scores.take(best), passing[best]
+
+
+def _copied(tensor: torch.Tensor, rows: Int64) -> tuple[Blocks, Float64, Int64]:
+    """A host copy of these rows of a tensor on a device, with its squared norms and row numbers."""
+    import torch
+
+    copied = tensor[torch.from_numpy(rows).to(tensor.device)]
+    blocks, squared_norms = safe_blocks((as_array(copied, 2, "embeddings"),))
+    return blocks, squared_norms, np.arange(len(rows))
+
+
+def _device_rows(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+    if tensor.ndim != 2:
+        raise ValueError(f"embeddings: expected 2 dimension(s), got shape {list(tensor.shape)}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"embeddings: expected float16, bfloat16, float32 or float64, got {tensor.dtype}")
+    return (tensor.detach(),)
