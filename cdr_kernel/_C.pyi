@@ -1,0 +1,75 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+class Columns:
+    def __init__(
+        self,
+        vectors: npt.NDArray[np.float64],
+        squared_norms: npt.NDArray[np.float64],
+        scale: npt.NDArray[np.float64],
+        shift: npt.NDArray[np.float64],
+        weight: npt.NDArray[np.float64],
+        gate: npt.NDArray[np.float64],
+        has_coverage: bool,
+        clamp_novelty: bool,
+    ) -> None: ...
+    @property
+    def squared_norms(self) -> list[float]: ...
+
+def check_rows(
+    blocks: tuple[npt.NDArray[Any], ...], safe_exponent: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint8]]: ...
+def gate_rows(
+    blocks: tuple[npt.NDArray[Any], ...],
+    squared_norms: npt.NDArray[np.float64],
+    columns: Columns,
+    index: npt.NDArray[np.int64] | None = None,
+    alive: npt.NDArray[np.bool_] | None = None,
+) -> npt.NDArray[np.int64]: ...
+def score_rows(
+    blocks: tuple[npt.NDArray[Any], ...],
+    squared_norms: npt.NDArray[np.float64],
+    columns: Columns,
+    index: npt.NDArray[np.int64] | None,
+    importance: npt.NDArray[np.float64] | None,
+    multiplier: npt.NDArray[np.float64] | None,
+    ngram_overlap: npt.NDArray[np.int32] | None,
+    penalty_cap: float,
+    novelty_floor: float,
+    ngram_step: float,
+    ngram_cap: float,
+) -> tuple[
+    npt.NDArray[np.float64],
+    npt.NDArray[np.float64],
+    npt.NDArray[np.float64],
+    npt.NDArray[np.float64],
+    npt.NDArray[np.float64],
+    npt.NDArray[np.float64],
+]: ...
+def exact_sum(values: npt.NDArray[np.float64]) -> float: ...
+def threads() -> int: ...
+def set_threads(n: int) -> None: ...
+def simd() -> str: ...
+def set_simd(level: str) -> None: ...
+def simd_levels() -> list[str]: ...
+def hash_texts(
+    blob: bytes, offsets: npt.NDArray[np.int64], *, key: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]: ...
+def hash_tokens(blob: bytes, offsets: npt.NDArray[np.int64], *, key: int) -> npt.NDArray[np.uint64]: ...
+def token_ngrams(
+    offsets: npt.NDArray[np.int64], tokens: npt.NDArray[np.uint64], n: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]: ...
+
+class HashSet:
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def union(self, hashes: npt.NDArray[np.uint64]) -> HashSet: ...
+    def values(self) -> npt.NDArray[np.uint64]: ...
+    def overlap(self, offsets: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]: ...
+    def overlap_tokens(
+        self, offsets: npt.NDArray[np.int64], tokens: npt.NDArray[np.uint64], n: int
+    ) -> npt.NDArray[np.int32]: ...
