@@ -1,0 +1,722 @@
+"""The facts: ids, texts, importance, sources and embeddings, in memory or mapped from a folder.
+
+A store only ever appends rows and marks rows as removed, so a ``StoreView`` taken at any moment stays as it
+was while others add and remove: whoever ranks works on one consistent version without a lock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, check_rows, factor, scale_rows, take_rows
+
+Bool: TypeAlias = npt.NDArray[np.bool_]
+
+FORMAT = "cdr-fact-store"
+FORMAT_VERSION = 1
+DTYPES = ("float16", "float32", "float64")
+_MANIFEST = "manifest.json"
+_NO_POSITION = -1
+
+
+class EmbeddingModelMismatch(ValueError):
+    """Vectors of another embedding model than the store's or the session's (§2.5, reading R18)."""
+
+    def __init__(self, what: str, expected: str, got: str | None) -> None:
+        named = "no embedding model was named" if got is None else f"got {got!r}"
+        super().__init__(f"{what}: expected embedding model {expected!r}, {named}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One fact as it is stored. importance is finite and >= 0; sequence grows with every add (reading R26)."""
+
+    id: str
+    text: str
+    source: str | None
+    position: int | None
+    importance: float
+    sequence: int
+
+
+class Added(NamedTuple):
+    """What an add did: how many facts went in, and the ids that on_invalid="skip" left out."""
+
+    added: int
+    skipped: tuple[str, ...]
+
+
+class _Strings(Sequence[str]):
+    """Append-only strings: a mapped part (UTF-8 bytes and offsets) and a list of what came later."""
+
+    def __init__(self, offsets: Int64 | None = None, utf8: npt.NDArray[np.uint8] | None = None) -> None:
+        self._offsets = np.zeros(1, np.int64) if offsets is None else offsets
+        self._utf8 = np.zeros(0, np.uint8) if utf8 is None else utf8
+        self._mapped = len(self._offsets) - 1
+        self._tail: list[str] = []
+
+    def __len__(self) -> int:
+        return self._mapped + len(self._tail)
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        if row >= self._mapped:
+            return self._tail[row - self._mapped]
+        start, stop = self._offsets[row], self._offsets[row + 1]
+        return self._utf8[start:stop].tobytes().decode("utf-8", "surrogatepass")
+
+    def write(self, at: int, strings: Iterable[str]) -> None:
+        """Put strings at row `at` and on, dropping what an interrupted call may have left there."""
+        self._tail[at - self._mapped :] = strings
+
+
+class _Growing:
+    """An array [n, ...] with room behind it. Views of its front stay valid when more is written."""
+
+    def __init__(self, values: npt.NDArray[Any]) -> None:
+        self.buffer = values
+
+    def write(self, at: int, values: npt.NDArray[Any]) -> None:
+        """Put values at row `at` and on; rows before that are not touched."""
+        end = at + len(values)
+        if end > len(self.buffer) or not self.buffer.flags.writeable:
+            buffer = np.empty((max(end, 2 * at, 16), *self.buffer.shape[1:]), self.buffer.dtype)
+            buffer[:at] = self.buffer[:at]
+            self.buffer = buffer
+        self.buffer[at:end] = values
+
+    def front(self, n: int) -> npt.NDArray[Any]:
+        view = self.buffer[:n]
+        view.flags.writeable = False
+        return view
+
+
+@dataclass
+class _Storage:
+    """The columns behind the views of one layout: append-only, so views of different lengths share them."""
+
+    mapped: npt.NDArray[Any] | None
+    tail: _Growing
+    squared_norms: _Growing
+    importance: _Growing
+    sequence: _Growing
+    positions: _Growing
+    ids: _Strings
+    texts: _Strings
+    sources: _Strings  # "" for None, else "=" and the source: "" is a source like any other
+
+    @property
+    def mapped_rows(self) -> int:
+        return 0 if self.mapped is None else len(self.mapped)
+
+    def blocks(self, n: int) -> Blocks:
+        tail = self.tail.front(n - self.mapped_rows)
+        if self.mapped is None:
+            return (tail,)
+        return (self.mapped, tail) if len(tail) else (self.mapped,)
+
+
+def _marked(source: str | None) -> str:
+    return "" if source is None else "=" + source
+
+
+@dataclass(frozen=True, eq=False)
+class StoreView:
+    """One version of a store, unchanged whatever the store does next. R rows, removed ones included.
+
+    blocks: the embeddings as stored, one or two arrays [R_i, D] of one dtype, read one after the other.
+    squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
+    ascending. version: the number of changes the store had seen; layout: how often its rows were renumbered.
+    """
+
+    blocks: Blocks
+    squared_norms: Float64
+    importance: Float64
+    alive: Bool
+    sequence: Int64
+    version: int
+    layout: int
+    embedding_model: str
+    _storage: _Storage = field(repr=False)
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.alive)
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return int(self.blocks[0].shape[1])
+
+    def __len__(self) -> int:
+        """Facts that are not removed."""
+        return int(np.count_nonzero(self.alive))
+
+    @property
+    def embeddings(self) -> npt.NDArray[Any]:
+        """[R, D] as stored; a copy where the store has a mapped part and added rows."""
+        return self.blocks[0] if len(self.blocks) == 1 else np.concatenate(self.blocks)
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the facts that are not removed, in order of their sequence."""
+        return [self._storage.ids[row] for row in np.flatnonzero(self.alive).tolist()]
+
+    @cached_property
+    def _row_of(self) -> dict[str, int]:
+        ids = self._storage.ids
+        return {ids[row]: row for row in np.flatnonzero(self.alive).tolist()}
+
+    def row_of(self, fact_id: str) -> int:
+        """The row of a fact; KeyError where it is not there. The first call reads all ids."""
+        return self._row_of[fact_id]
+
+    def id_of(self, row: int) -> str:
+        """The id of the fact in this row."""
+        return str(self._storage.ids[row])
+
+    def texts(self, rows: Iterable[int]) -> list[str]:
+        """Texts of these rows."""
+        return [self._storage.texts[int(row)] for row in rows]
+
+    def facts(self, rows: Iterable[int]) -> list[Fact]:
+        """The facts in these rows."""
+        out = []
+        for r in rows:
+            row = int(r)
+            position = int(self._storage.positions.buffer[row])
+            source = self._storage.sources[row]
+            out.append(
+                Fact(
+                    id=self._storage.ids[row],
+                    text=self._storage.texts[row],
+                    source=source[1:] if source else None,
+                    position=None if position == _NO_POSITION else position,
+                    importance=float(self.importance[row]),
+                    sequence=int(self.sequence[row]),
+                )
+            )
+        return out
+
+    def take(self, rows: Int64) -> npt.NDArray[Any]:
+        """Copy of the embeddings of these rows, [M, D] as stored."""
+        return take_rows(self.blocks, rows)
+
+
+class FactStore:
+    """Facts with their embeddings.
+
+    dim: D, at least 1. embedding_model: the identifier of the model that made the embeddings; sessions must name
+    the same one (§2.5). dtype: float16, float32 or float64; vectors are cast to it once, when they are added,
+    and never normalised. (A row whose largest magnitude lies outside 2^±200, which only float64 can hold, is stored
+    times an exact power of two: its direction stays as it is.)
+
+    Threads may call everything at once: changes take turns, ``view()`` never waits.
+    """
+
+    def __init__(self, dim: int, *, embedding_model: str, dtype: str = "float32") -> None:
+        if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
+            raise TypeError(f"dim: expected an integer, got {type(dim).__name__}")
+        if dim < 1:
+            raise ValueError(f"dim: expected at least 1, got {dim}")
+        if not isinstance(embedding_model, str):
+            raise TypeError(f"embedding_model: expected a str, got {type(embedding_model).__name__}")
+        if not embedding_model:
+            raise ValueError("embedding_model: expected a name, got an empty string")
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = str(dtype)
+        if name not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        self.dim = int(dim)
+        self.embedding_model = embedding_model
+        self.dtype = np.dtype(name)
+        self._lock = threading.RLock()
+        self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
+        self._next_sequence = 0
+        storage = _Storage(
+            mapped=None,
+            tail=_Growing(np.empty((0, self.dim), self.dtype)),
+            squared_norms=_Growing(np.zeros(0)),
+            importance=_Growing(np.zeros(0)),
+            sequence=_Growing(np.zeros(0, np.int64)),
+            positions=_Growing(np.zeros(0, np.int64)),
+            ids=_Strings(),
+            texts=_Strings(),
+            sources=_Strings(),
+        )
+        self._view = self._view_of(storage, np.zeros(0, np.bool_), version=0, layout=0)
+
+    def _view_of(self, storage: _Storage, alive: Bool, version: int, layout: int) -> StoreView:
+        alive.flags.writeable = False
+        n = len(alive)
+        return StoreView(
+            blocks=storage.blocks(n),
+            squared_norms=storage.squared_norms.front(n),
+            importance=storage.importance.front(n),
+            alive=alive,
+            sequence=storage.sequence.front(n),
+            version=version,
+            layout=layout,
+            embedding_model=self.embedding_model,
+            _storage=storage,
+        )
+
+    def view(self) -> StoreView:
+        """The store as it is now; later changes do not show in it."""
+        return self._view
+
+    @property
+    def version(self) -> int:
+        """Grows with every change."""
+        return self._view.version
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __contains__(self, fact_id: object) -> bool:
+        with self._lock:
+            return fact_id in self._rows()
+
+    def __repr__(self) -> str:
+        return f"FactStore({len(self)} facts, dim={self.dim}, dtype={self.dtype.name}, model={self.embedding_model!r})"
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids in order of their sequence."""
+        return self._view.ids
+
+    def get(self, ids: Iterable[str]) -> list[Fact]:
+        """The facts of these ids. Raises KeyError naming an id that is not there."""
+        with self._lock:
+            rows = self._rows()
+            wanted = list(ids)
+            missing = [i for i in wanted if i not in rows]
+            if missing:
+                raise KeyError(f"ids: {_few(missing)} not in the store")
+            return self._view.facts([rows[i] for i in wanted])
+
+    def _rows(self) -> dict[str, int]:
+        if self._row_of is None:
+            ids = self._view._storage.ids
+            self._row_of = {ids[row]: row for row in np.flatnonzero(self._view.alive).tolist()}
+        return self._row_of
+
+    def add(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        embeddings: Any,
+        *,
+        importance: Any = None,
+        source: Sequence[str | None] | None = None,
+        position: Sequence[int | None] | None = None,
+        on_invalid: str = "raise",
+    ) -> Added:
+        """Add facts that are not in the store yet.
+
+        ids, texts: [M] strings; embeddings: [M, D] of any float dtype; importance: [M], finite and >= 0, default 1;
+        source: [M] names of documents or None; position: [M] places in the source, >= 0 or None.
+        on_invalid="skip" leaves out facts whose vector is not finite or all zeros and says which; "raise" is a
+        ValueError naming them. Raises ValueError for an id that is there already or comes twice, for wrong lengths,
+        dimensions and values, TypeError for wrong types. After an error the store is as it was.
+        """
+        return self._put(ids, texts, embeddings, importance, source, position, on_invalid, replace=False)
+
+    def upsert(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        embeddings: Any,
+        *,
+        importance: Any = None,
+        source: Sequence[str | None] | None = None,
+        position: Sequence[int | None] | None = None,
+        on_invalid: str = "raise",
+    ) -> Added:
+        """Like add, but a fact that is there is replaced whole and takes a new sequence number (reading R26)."""
+        return self._put(ids, texts, embeddings, importance, source, position, on_invalid, replace=True)
+
+    def _put(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        embeddings: Any,
+        importance: Any,
+        source: Sequence[str | None] | None,
+        position: Sequence[int | None] | None,
+        on_invalid: str,
+        *,
+        replace: bool,
+    ) -> Added:
+        if on_invalid not in ("raise", "skip"):
+            raise ValueError(f"on_invalid: expected 'raise' or 'skip', got {on_invalid!r}")
+        names = _strings(ids, "ids")
+        words = _strings(texts, "texts")
+        m = len(names)
+        _same_length(words, m, "texts")
+        sources = [None] * m if source is None else _strings(source, "source", optional=True)
+        _same_length(sources, m, "source")
+        positions = _positions(position, m)
+        weights = factor(importance, m, "importance")
+        if weights is None:
+            weights = np.ones(m)
+        if len(set(names)) != m:
+            seen: set[str] = set()
+            twice = [i for i in names if i in seen or seen.add(i)]  # type: ignore[func-returns-value]  # add() is None
+            raise ValueError(f"ids: {_few(twice)} more than once in one call")
+        rows, norms, flags = self._cast(embeddings, m)
+        bad = np.flatnonzero(flags)
+        if len(bad) and on_invalid == "raise":
+            what = "not finite" if flags[bad[0]] == 1 else "all zeros"
+            raise ValueError(
+                f"embeddings: {what} as {self.dtype.name}: {_few([names[i] for i in bad])} "
+                "(on_invalid='skip' leaves such facts out)"
+            )
+        keep = np.flatnonzero(flags == 0)
+        skipped = tuple(names[i] for i in bad)
+        if len(bad):
+            names, words = [names[i] for i in keep], [words[i] for i in keep]
+            sources, positions, weights = [sources[i] for i in keep], positions[keep], weights[keep]
+            rows, norms = rows[keep], norms[keep]
+        with self._lock:
+            known = self._rows()
+            old = [known[i] for i in names if i in known]
+            if old and not replace:
+                raise ValueError(
+                    f"ids: {_few([i for i in names if i in known])} in the store already (upsert replaces)"
+                )
+            if not names:
+                return Added(0, skipped)
+            view, storage = self._view, self._view._storage
+            n = view.rows
+            storage.tail.write(n - storage.mapped_rows, rows)
+            storage.squared_norms.write(n, norms)
+            storage.importance.write(n, weights)
+            storage.positions.write(n, positions)
+            storage.sequence.write(n, np.arange(self._next_sequence, self._next_sequence + len(names)))
+            storage.ids.write(n, names)
+            storage.texts.write(n, words)
+            storage.sources.write(n, map(_marked, sources))
+            alive = np.concatenate([view.alive, np.ones(len(names), np.bool_)])
+            alive[old] = False
+            self._row_of = None
+            self._next_sequence += len(names)
+            self._view = self._view_of(storage, alive, view.version + 1, view.layout)
+            known.update(zip(names, range(n, n + len(names)), strict=True))
+            self._row_of = known
+        return Added(len(names), skipped)
+
+    def _cast(self, embeddings: Any, m: int) -> tuple[npt.NDArray[Any], Float64, npt.NDArray[np.uint8]]:
+        a = as_array(embeddings, 2, "embeddings")
+        if len(a) != m:
+            raise ValueError(f"embeddings: expected {m} rows (one per id), got {len(a)}")
+        if m and a.shape[1] != self.dim:
+            raise ValueError(f"embeddings: expected dimension {self.dim}, got {a.shape[1]}")
+        with np.errstate(over="ignore", under="ignore"):
+            rows = np.ascontiguousarray(a.reshape(m, self.dim) if m else np.empty((0, self.dim)), dtype=self.dtype)
+        norms, flags = check_rows((rows,))
+        far = np.flatnonzero(flags == 3)
+        if len(far):
+            rows = rows.copy()  # it may still be the caller's
+            rows[far] = scale_rows(rows[far])
+            norms, flags = check_rows((rows,))
+        return rows, norms, flags
+
+    def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
+        """Remove facts; returns how many. They are gone for the next rank; their memory goes with ``compact()``.
+
+        missing: "raise" is a KeyError naming ids that are not there (nothing is removed then), "ignore" passes them
+        over.
+        """
+        if missing not in ("raise", "ignore"):
+            raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
+        wanted = list(dict.fromkeys(_strings(ids, "ids")))
+        with self._lock:
+            known = self._rows()
+            absent = [i for i in wanted if i not in known]
+            if absent and missing == "raise":
+                raise KeyError(f"ids: {_few(absent)} not in the store")
+            rows = [known[i] for i in wanted if i in known]
+            if rows:
+                view = self._view
+                alive = view.alive.copy()
+                alive[rows] = False
+                self._row_of = None
+                self._view = self._view_of(view._storage, alive, view.version + 1, view.layout)
+                for i in wanted:
+                    known.pop(i, None)
+                self._row_of = known
+        return len(rows)
+
+    def compact(self) -> int:
+        """Give back the memory of removed facts; returns their number. Order and sequence numbers stay."""
+        with self._lock:
+            view = self._view
+            keep = np.flatnonzero(view.alive)
+            removed = view.rows - len(keep)
+            if not removed:
+                return 0
+            old = view._storage
+            rows = keep.tolist()
+            new = _Storage(
+                mapped=None,
+                tail=_Growing(view.take(keep)),
+                squared_norms=_Growing(view.squared_norms[keep]),
+                importance=_Growing(view.importance[keep]),
+                sequence=_Growing(view.sequence[keep]),
+                positions=_Growing(old.positions.buffer[keep]),
+                ids=_Strings(),
+                texts=_Strings(),
+                sources=_Strings(),
+            )
+            new.ids.write(0, (old.ids[row] for row in rows))
+            new.texts.write(0, (old.texts[row] for row in rows))
+            new.sources.write(0, (old.sources[row] for row in rows))
+            self._row_of = None
+            self._view = self._view_of(new, np.ones(len(keep), np.bool_), view.version + 1, view.layout + 1)
+            return removed
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the facts to a folder that ``load`` opens, replacing a store that is there.
+
+        The data goes to a new subfolder, is synced to the disk, and only then named by the manifest, which is
+        renamed into place: whoever opens the folder finds the old store or the new one, never half of one.
+        Removed facts are left out; sequence numbers are kept. Raises FileExistsError where path is something
+        other than a store or an empty folder.
+        """
+        folder = Path(path)
+        with self._lock:
+            view, next_sequence = self._view, self._next_sequence
+        if folder.exists() and not folder.is_dir():
+            raise FileExistsError(f"{folder}: expected a folder, found a file")
+        if folder.exists() and not (folder / _MANIFEST).exists() and any(folder.iterdir()):
+            raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
+        folder.mkdir(parents=True, exist_ok=True)
+        data = folder / f"data-{secrets.token_hex(8)}"
+        data.mkdir()
+        try:
+            self._write(view, data, next_sequence)
+        except BaseException:
+            shutil.rmtree(data, ignore_errors=True)
+            raise
+        for other in folder.glob("data-*"):
+            if other != data:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _write(self, view: StoreView, data: Path, next_sequence: int) -> None:
+        keep = np.flatnonzero(view.alive)
+        _save_rows(data / "embeddings.npy", view, keep)
+        arrays = {
+            "squared_norms": view.squared_norms[keep],
+            "importance": view.importance[keep],
+            "sequence": view.sequence[keep],
+            "positions": view._storage.positions.buffer[keep],
+        }
+        for name, array in arrays.items():
+            with _synced(data / f"{name}.npy") as file:
+                np.save(file, array, allow_pickle=False)
+        rows = keep.tolist()
+        for name in ("ids", "texts", "sources"):
+            strings: _Strings = getattr(view._storage, name)
+            _save_strings(data, name, (strings[row] for row in rows))
+        _sync_folder(data)
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "data": data.name,
+            "dim": self.dim,
+            "dtype": self.dtype.name,
+            "embedding_model": self.embedding_model,
+            "facts": len(rows),
+            "next_sequence": next_sequence,
+            "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
+        }
+        draft = data.parent / f"{_MANIFEST}.{data.name}"
+        with _synced(draft) as file:
+            file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
+        os.replace(draft, data.parent / _MANIFEST)
+        _sync_folder(data.parent)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> FactStore:
+        """Open a folder that ``save`` wrote.
+
+        mmap: map the embeddings and texts (they are read when touched) instead of reading them now. What is
+        added later is kept beside the mapped part. Raises FileNotFoundError where there is no store, ValueError
+        saying what is wrong where there is a damaged one or one of a later format. Nothing is ever unpickled.
+        """
+        folder = Path(path)
+        manifest = _manifest(folder)
+        data = folder / manifest["data"]
+        for name, size in manifest["files"].items():
+            file = data / name
+            found = file.stat().st_size if file.exists() else None
+            if found != size:
+                raise ValueError(f"{file}: expected {size} bytes, found {'no file' if found is None else found}")
+        n, dim = manifest["facts"], manifest["dim"]
+        store = cls(dim, embedding_model=manifest["embedding_model"], dtype=manifest["dtype"])
+
+        def read(name: str, dtype: Any, shape: tuple[int, ...], mapped: bool) -> npt.NDArray[Any]:
+            file = data / f"{name}.npy"
+            try:
+                a = np.load(file, mmap_mode="r" if mapped and 0 not in shape else None, allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{file}: not a readable array ({error})") from error
+            if a.dtype != dtype or a.shape != shape:
+                raise ValueError(f"{file}: expected {dtype} {list(shape)}, found {a.dtype} {list(a.shape)}")
+            return np.asarray(a)
+
+        def strings(name: str) -> _Strings:
+            offsets = read(f"{name}_offsets", np.int64, (n + 1,), mmap)
+            size = manifest["files"][f"{name}.utf8"]
+            if offsets[0] != 0 or offsets[-1] != size:
+                raise ValueError(f"{data / name}_offsets.npy: does not fit {name}.utf8 of {size} bytes")
+            if mmap and size:
+                return _Strings(offsets, np.memmap(data / f"{name}.utf8", np.uint8, "r"))
+            return _Strings(offsets, np.fromfile(data / f"{name}.utf8", np.uint8))
+
+        embeddings = read("embeddings", store.dtype, (n, dim), mmap)
+        storage = _Storage(
+            mapped=embeddings if n else None,
+            tail=_Growing(np.empty((0, dim), store.dtype)),
+            squared_norms=_Growing(read("squared_norms", np.float64, (n,), False)),
+            importance=_Growing(read("importance", np.float64, (n,), False)),
+            sequence=_Growing(read("sequence", np.int64, (n,), False)),
+            positions=_Growing(read("positions", np.int64, (n,), False)),
+            ids=strings("ids"),
+            texts=strings("texts"),
+            sources=strings("sources"),
+        )
+        store._row_of = None
+        store._next_sequence = manifest["next_sequence"]
+        store._view = store._view_of(storage, np.ones(n, np.bool_), version=0, layout=0)
+        return store
+
+
+class _synced:
+    """A new file whose bytes are on the disk when the block ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Any:
+        self._file = open(self._path, "xb")
+        return self._file
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":
+        return  # Windows has no handle of a folder to sync
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _save_rows(path: Path, view: StoreView, keep: Int64) -> None:
+    header = {
+        "descr": np.lib.format.dtype_to_descr(view.blocks[0].dtype),
+        "fortran_order": False,
+        "shape": (len(keep), view.dim),
+    }
+    with _synced(path) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for start in range(0, len(keep), 65536):
+            file.write(view.take(keep[start : start + 65536]).tobytes())
+
+
+def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
+    offsets = [0]
+    with _synced(data / f"{name}.utf8") as file:
+        for s in strings:
+            utf8 = s.encode("utf-8", "surrogatepass")
+            file.write(utf8)
+            offsets.append(offsets[-1] + len(utf8))
+    with _synced(data / f"{name}_offsets.npy") as file:
+        np.save(file, np.array(offsets, np.int64), allow_pickle=False)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder}: no store here (expected {_MANIFEST})")
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable JSON ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a manifest of format {FORMAT!r}")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format version {manifest.get('format_version')!r}, this version reads {FORMAT_VERSION}"
+        )
+    kinds = {
+        "data": str,
+        "dim": int,
+        "dtype": str,
+        "embedding_model": str,
+        "facts": int,
+        "next_sequence": int,
+        "files": dict,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(manifest.get(name), kind):
+            raise ValueError(f"{path}: expected {name} to be {kind.__name__}, found {manifest.get(name)!r}")
+    if Path(manifest["data"]).name != manifest["data"] or any(Path(f).name != f for f in manifest["files"]):
+        raise ValueError(f"{path}: expected names of files in this folder")
+    return manifest
+
+
+def _few(ids: Sequence[str]) -> str:
+    return ", ".join(repr(i) for i in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+
+
+def _strings(values: Any, name: str, optional: bool = False) -> list[Any]:
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name}: expected a sequence of str, got one {type(values).__name__}")
+    out = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    for i, v in enumerate(out):
+        if not (isinstance(v, str) or (optional and v is None)):
+            raise TypeError(f"{name}: expected str{' or None' if optional else ''}, got {type(v).__name__} at {i}")
+    return out
+
+
+def _same_length(values: Sequence[Any], m: int, name: str) -> None:
+    if len(values) != m:
+        raise ValueError(f"{name}: expected {m} entries (one per id), got {len(values)}")
+
+
+def _positions(values: Sequence[int | None] | None, m: int) -> Int64:
+    if values is None:
+        return np.full(m, _NO_POSITION, np.int64)
+    out = list(values)
+    _same_length(out, m, "position")
+    for i, v in enumerate(out):
+        if v is not None and (isinstance(v, bool) or not isinstance(v, int | np.integer) or v < 0):
+            raise ValueError(f"position: expected an integer >= 0 or None, got {v!r} at {i}")
+    return np.array([_NO_POSITION if v is None else int(v) for v in out], np.int64)

@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from cdr_kernel import EmbeddingModelMismatch, Fact, FactStore
+from cdr_kernel import store as store_module
+
+
+def facts(n, start=0):
+    return [f"f{i}" for i in range(start, start + n)], [f"text {i}" for i in range(start, start + n)]
+
+
+def filled(n=10, dim=4, dtype="float32", seed=0):
+    store = FactStore(dim, embedding_model="m1", dtype=dtype)
+    ids, texts = facts(n)
+    store.add(ids, texts, np.random.default_rng(seed).standard_normal((n, dim)))
+    return store
+
+
+def contents(store):
+    view = store.view()
+    rows = np.flatnonzero(view.alive)
+    return (
+        view.facts(rows), view.take(rows).tobytes(), view.squared_norms[rows].tobytes(), store.embedding_model,
+        store.dim, store.dtype,
+    )  # fmt: skip
+
+
+class TestAdd:
+    def test_facts_come_back_as_they_went_in(self):
+        store = FactStore(2, embedding_model="m1")
+        added = store.add(
+            ["a", "b"], ["one", ""], [[1, 2], [3, 4]], importance=[0.0, 2.5], source=["doc", None], position=[3, None]
+        )
+        assert added == (2, ())
+        assert store.get(["b", "a"]) == [
+            Fact("b", "", None, None, 2.5, 1),
+            Fact("a", "one", "doc", 3, 0.0, 0),
+        ]
+        assert len(store) == 2
+        assert "a" in store
+        assert "c" not in store
+        assert store.view().embeddings.tolist() == [[1, 2], [3, 4]]
+        assert store.view().squared_norms.tolist() == [5.0, 25.0]
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+    def test_vectors_are_cast_once_and_never_normalised(self, dtype):
+        store = FactStore(3, embedding_model="m1", dtype=dtype)
+        vectors = np.random.default_rng(0).standard_normal((20, 3)) * 7
+        store.add(*facts(20), vectors)
+        assert store.view().embeddings.dtype == dtype
+        assert store.view().embeddings.tolist() == vectors.astype(dtype).tolist()
+
+    @pytest.mark.parametrize(
+        "convert",
+        [
+            lambda a: a.tolist(), lambda a: a.astype(np.float16).astype(np.float64), np.asfortranarray,
+            lambda a: np.repeat(a, 2, axis=1)[:, ::2], lambda a: a.astype(">f8"), torch.from_numpy,
+        ],
+    )  # fmt: skip
+    def test_every_kind_of_array(self, convert):
+        vectors = np.arange(1.0, 13.0).reshape(4, 3)
+        store = FactStore(3, embedding_model="m1")
+        store.add(*facts(4), convert(vectors))
+        assert store.view().embeddings.tolist() == vectors.tolist()
+
+    def test_float64_rows_out_of_range_keep_their_direction(self):
+        store = FactStore(2, embedding_model="m1", dtype="float64")
+        given = np.array([[1e300, 2e300], [1e-310, 0.0], [1.0, 2.0]])
+        store.add(*facts(3), given)
+        kept = store.view().embeddings
+        assert kept[2].tolist() == [1.0, 2.0]
+        assert kept[0, 1] == 2 * kept[0, 0]
+        assert np.isfinite(store.view().squared_norms).all()
+        assert (store.view().squared_norms > 0).all()
+        assert given[0].tolist() == [1e300, 2e300]  # the caller's array is not touched
+
+    @pytest.mark.parametrize(
+        ("keywords", "error", "message"),
+        [
+            ({"ids": ["a", "a"]}, ValueError, "'a' more than once"),
+            ({"ids": ["f1", "a"]}, ValueError, "'f1' in the store already"),
+            ({"ids": ["a"]}, ValueError, "texts: expected 1 entries"),
+            ({"ids": [1, 2]}, TypeError, "ids: expected str, got int at 0"),
+            ({"ids": "ab"}, TypeError, "ids: expected a sequence of str, got one str"),
+            ({"texts": ["x", None]}, TypeError, "texts: expected str, got NoneType at 1"),
+            ({"embeddings": [[1, 2, 3, 4]]}, ValueError, "embeddings: expected 2 rows"),
+            ({"embeddings": [[1, 2, 3], [1, 2, 3]]}, ValueError, "expected dimension 4, got 3"),
+            ({"embeddings": [1, 2, 3, 4]}, ValueError, "expected 2 dimension"),
+            ({"embeddings": [[np.nan, 2, 3, 4], [1, 2, 3, 4]]}, ValueError, "not finite as float32: 'a'"),
+            ({"embeddings": [[0, 0, 0, 0], [1, 2, 3, 4]]}, ValueError, "all zeros as float32: 'a'"),
+            ({"embeddings": [[1e300, 0, 0, 0], [1, 2, 3, 4]]}, ValueError, "not finite as float32: 'a'"),
+            ({"importance": [1.0, -1.0]}, ValueError, "importance: expected finite and >= 0, got -1.0 at row 1"),
+            ({"importance": [1.0, np.inf]}, ValueError, "importance: expected finite"),
+            ({"importance": [1.0]}, ValueError, "importance: expected 2 entries"),
+            ({"source": ["d"]}, ValueError, "source: expected 2 entries"),
+            ({"source": ["d", 5]}, TypeError, "source: expected str or None, got int at 1"),
+            ({"position": [0, -1]}, ValueError, "position: expected an integer >= 0 or None, got -1 at 1"),
+            ({"position": [0, True]}, ValueError, "position: expected an integer"),
+            ({"on_invalid": "ignore"}, ValueError, "on_invalid: expected 'raise' or 'skip'"),
+        ],
+    )
+    def test_bad_input_is_named_and_changes_nothing(self, keywords, error, message):
+        store = filled()
+        before, version = contents(store), store.version
+        good = {"ids": ["a", "b"], "texts": ["x", "y"], "embeddings": [[1, 2, 3, 4], [5, 6, 7, 8]]}
+        for method in (store.add, store.upsert):
+            if "f1" in keywords.get("ids", ()) and method == store.upsert:
+                continue
+            with pytest.raises(error, match=message):
+                method(**{**good, **keywords})
+        assert contents(store) == before
+        assert store.version == version
+
+    def test_skip_leaves_out_bad_vectors_and_says_which(self):
+        store = FactStore(2, embedding_model="m1")
+        vectors = [[np.nan, 0], [1, 0], [0, 0], [0, 1], [np.inf, 1]]
+        assert store.add(list("abcde"), list("abcde"), vectors, importance=[1, 2, 3, 4, 5], on_invalid="skip") == (
+            2, ("a", "c", "e"),
+        )  # fmt: skip
+        assert [(f.id, f.importance) for f in store.get(["b", "d"])] == [("b", 2.0), ("d", 4.0)]
+        assert store.ids == ["b", "d"]
+
+    def test_nothing_to_add(self):
+        store = filled()
+        version = store.version
+        assert store.add([], [], []) == (0, ())
+        assert store.add([], [], np.zeros((0, 4))) == (0, ())
+        assert store.version == version
+
+    def test_an_interrupted_add_leaves_no_trace(self, monkeypatch):
+        store = filled()
+        before = contents(store)
+        for method in ("squared_norms", "sequence"):
+            growing = getattr(store.view()._storage, method)
+
+            def broken(at, values, growing=growing):
+                type(growing).write(growing, at, values)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(growing, "write", broken)
+            with pytest.raises(KeyboardInterrupt):
+                store.add(["x", "y"], ["x", "y"], np.ones((2, 4)))
+            monkeypatch.undo()
+            assert contents(store) == before
+            assert "x" not in store
+        store.add(["x"], ["the x"], np.full((1, 4), 2.0))
+        assert store.get(["x"])[0].text == "the x"
+        assert store.view().facts([10])[0].id == "x"
+        assert len(store) == 11
+
+
+class TestUpsertAndRemove:
+    def test_upsert_replaces_whole_and_takes_a_new_sequence_number(self):
+        store = FactStore(2, embedding_model="m1")
+        store.add(["a", "b"], ["one", "two"], [[1, 0], [0, 1]], importance=[3, 3], source=["s", "s"])
+        store.upsert(["a", "c"], ["new", "three"], [[5, 5], [1, 1]])
+        assert store.ids == ["b", "a", "c"]
+        assert store.get(["a"]) == [Fact("a", "new", None, None, 1.0, 2)]
+        assert len(store) == 3
+
+    def test_removed_facts_are_gone(self):
+        store = filled()
+        assert store.remove(["f3", "f3", "f9"]) == 2
+        assert "f3" not in store
+        assert store.ids == [f"f{i}" for i in range(9) if i != 3]
+        with pytest.raises(KeyError, match="'f3' not in the store"):
+            store.get(["f3"])
+        store.add(["f3"], ["again"], np.ones((1, 4)))
+        assert store.get(["f3"])[0].sequence == 10
+
+    def test_removing_what_is_not_there_removes_nothing(self):
+        store = filled()
+        before = contents(store)
+        with pytest.raises(KeyError, match="'nope' not in the store"):
+            store.remove(["f1", "nope"])
+        assert contents(store) == before
+        assert store.remove(["f1", "nope"], missing="ignore") == 1
+        with pytest.raises(ValueError, match="missing: expected"):
+            store.remove([], missing="maybe")
+        with pytest.raises(TypeError, match="one str"):
+            store.remove("f1")
+
+    def test_compact_keeps_facts_order_and_numbers(self):
+        store = filled(50)
+        store.remove([f"f{i}" for i in range(0, 50, 3)])
+        before = contents(store)
+        assert store.compact() == 17
+        assert contents(store) == before
+        assert store.view().rows == 33
+        assert store.view().layout == 1
+        assert store.compact() == 0
+        store.add(["z"], ["z"], np.ones((1, 4)))
+        assert store.get(["z"])[0].sequence == 50
+
+    def test_a_view_stays_as_it_was(self):
+        store = filled(5)
+        view = store.view()
+        was = (view.ids, view.embeddings.copy(), len(view), view.facts(range(5)))
+        store.remove(["f0"])
+        store.upsert(["f1"], ["other"], np.ones((1, 4)))
+        store.add(*facts(500, 100), np.random.default_rng(1).standard_normal((500, 4)))
+        store.compact()
+        assert (view.ids, len(view), view.facts(range(5))) == (was[0], was[2], was[3])
+        assert (view.embeddings == was[1]).all()
+
+    def test_a_view_finds_rows_by_id(self):
+        store = filled(5)
+        store.upsert(["f1"], ["other"], np.ones((1, 4)))
+        store.remove(["f2"])
+        assert [store.view().row_of(i) for i in ("f0", "f1", "f4")] == [0, 5, 4]
+        with pytest.raises(KeyError):
+            store.view().row_of("f2")
+
+    def test_views_cannot_be_written(self):
+        view = filled().view()
+        for array in (view.embeddings, view.alive, view.importance, view.squared_norms, view.sequence):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+
+
+class TestSaveAndLoad:
+    @pytest.mark.parametrize("mmap", [True, False])
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+    def test_round_trip(self, tmp_path, dtype, mmap):
+        store = FactStore(3, embedding_model="m1", dtype=dtype)
+        texts = ["plain", "", "ünï¢ødé 日本語 🎉", "lone \ud800 surrogate", "nul \0 inside", "line\nbreak"]
+        store.add(
+            [f"id {t}" for t in texts], texts, np.random.default_rng(0).standard_normal((6, 3)),
+            importance=np.arange(6), source=["", None, "s", "=", "日本", "x"], position=[0, None, 2, 3, 4, 2**40],
+        )  # fmt: skip
+        store.remove(["id plain"])
+        store.save(tmp_path / "s")
+        loaded = FactStore.load(tmp_path / "s", mmap=mmap)
+        assert contents(loaded) == contents(store)
+        loaded.add(["next"], ["next"], [[1, 2, 3]])
+        assert loaded.get(["next"])[0].sequence == 6
+        assert isinstance(FactStore.load(tmp_path / "s", mmap=mmap).view().blocks[0], np.memmap) is False
+        assert len(FactStore.load(tmp_path / "s")) == 5  # the file did not change
+
+    def test_adding_to_a_mapped_store_and_saving_over_itself(self, tmp_path):
+        filled(20).save(tmp_path)
+        store = FactStore.load(tmp_path)
+        store.add(*facts(5, 20), np.ones((5, 4)))
+        store.upsert(["f2"], ["other"], np.full((1, 4), 3.0))
+        assert [len(b) for b in store.view().blocks] == [20, 6]
+        store.save(tmp_path)
+        again = FactStore.load(tmp_path)
+        assert contents(again) == contents(store)
+        store.compact()
+        assert contents(again) == contents(store)
+
+    def test_empty_store(self, tmp_path):
+        FactStore(7, embedding_model="m1").save(tmp_path / "s")
+        store = FactStore.load(tmp_path / "s")
+        assert (len(store), store.dim) == (0, 7)
+        store.add(["a"], ["a"], np.ones((1, 7)))
+        assert len(store) == 1
+
+    def test_arrays_can_be_mapped_aligned(self, tmp_path):
+        filled().save(tmp_path)
+        data = next(tmp_path.glob("data-*"))
+        for file in data.glob("*.npy"):
+            assert np.load(file, mmap_mode="r", allow_pickle=False).offset % 64 == 0
+
+    def test_a_failed_save_keeps_the_old_store(self, tmp_path, monkeypatch):
+        old = filled(10)
+        old.save(tmp_path)
+        new = filled(30, seed=1)
+        for name in ("_save_strings", "_save_rows", "_sync_folder"):
+            monkeypatch.setattr(store_module, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            with pytest.raises(OSError, match="disk full"):
+                new.save(tmp_path)
+            monkeypatch.undo()
+            assert contents(FactStore.load(tmp_path)) == contents(old)
+            assert len(list(tmp_path.glob("data-*"))) == 1
+
+    def test_killed_while_saving_the_old_store_opens(self, tmp_path):
+        old = filled(10)
+        old.save(tmp_path)
+        script = f"""
+            import os, numpy as np
+            from cdr_kernel import FactStore, store as m
+            s = FactStore(4, embedding_model="m1")
+            s.add(["x"], ["x"], np.ones((1, 4)))
+            m._save_strings = lambda *_: os._exit(9)
+            s.save({str(tmp_path)!r})
+        """
+        assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False).returncode == 9
+        assert contents(FactStore.load(tmp_path)) == contents(old)
+        filled(3).save(tmp_path)
+        assert len(list(tmp_path.glob("data-*"))) == 1  # what the dead process left is swept up
+
+    def test_only_a_store_or_an_empty_folder_is_written_to(self, tmp_path):
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(FileExistsError, match="found other files"):
+            filled().save(tmp_path)
+        with pytest.raises(FileExistsError, match="found a file"):
+            filled().save(tmp_path / "notes.txt")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt"]
+
+    def damage(self, tmp_path, what):
+        filled().save(tmp_path)
+        data = next(tmp_path.glob("data-*"))
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        what(tmp_path, data, manifest)
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("what", "message"),
+        [
+            (lambda p, d, m: (d / "ids.utf8").unlink(), "expected 20 bytes, found no file"),
+            (lambda p, d, m: (d / "embeddings.npy").write_bytes(b"x"), "bytes, found 1"),
+            (lambda p, d, m: (p / "manifest.json").write_text("{"), "not readable JSON"),
+            (lambda p, d, m: (p / "manifest.json").write_text("[]"), "expected a manifest"),
+            (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "format_version": 99})), "version 99"),
+            (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "dim": "4"})), "expected dim to be int"),
+            (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "data": "../x"})), "names of files"),
+            (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "facts": 11})), r"expected .* \[11"),
+            (lambda p, d, m: (d / "importance.npy").write_bytes(b"\0" * 208), "not a readable array"),
+        ],
+    )
+    def test_a_damaged_store_says_what_is_wrong(self, tmp_path, what, message):
+        with pytest.raises(ValueError, match=message):
+            FactStore.load(self.damage(tmp_path, what))
+
+    def test_no_store_and_pickles(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no store here"):
+            FactStore.load(tmp_path / "nowhere")
+
+        def pickled(path, data, manifest):
+            file = data / "importance.npy"
+            size = file.stat().st_size
+            np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+            assert file.stat().st_size < 400
+            manifest["files"]["importance.npy"] = file.stat().st_size
+            (path / "manifest.json").write_text(json.dumps(manifest))
+            assert size
+
+        with pytest.raises(ValueError, match=r"importance\.npy: not a readable array"):
+            FactStore.load(self.damage(tmp_path, pickled))
+
+
+class TestConstruction:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"dim": 0}, ValueError, "dim: expected at least 1"),
+            ({"dim": 2.0}, TypeError, "dim: expected an integer"),
+            ({"dim": True}, TypeError, "dim: expected an integer"),
+            ({"embedding_model": ""}, ValueError, "embedding_model: expected a name"),
+            ({"embedding_model": None}, TypeError, "embedding_model: expected a str"),
+            ({"dtype": "int8"}, ValueError, "dtype: expected one of float16, float32, float64"),
+            ({"dtype": "fp16"}, ValueError, "dtype: expected one of"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, error, message):
+        with pytest.raises(error, match=message):
+            FactStore(**{"dim": 4, "embedding_model": "m1", **arguments})
+
+    def test_a_mismatch_is_a_value_error_that_names_both(self):
+        assert issubclass(EmbeddingModelMismatch, ValueError)
+        assert str(EmbeddingModelMismatch("update", "m1", "m2")) == "update: expected embedding model 'm1', got 'm2'"
+        assert "no embedding model was named" in str(EmbeddingModelMismatch("update", "m1", None))
