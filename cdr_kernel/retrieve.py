@@ -1,0 +1,187 @@
+"""Candidates: the rows of a store that pass the relevance gate.
+
+Always a threshold search, never a top-K before the gate: a top-K by relevance is what saturates windows (§1.1).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel import _C
+from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.columns import COVERAGE, Columns
+from cdr_kernel.constants import CDR_MIN_RELEVANCE
+from cdr_kernel.score import cdr_score, check_k
+from cdr_kernel.store import FactStore, StoreView
+
+KINDS = ("scan", "flat", "hnsw", "ivf")
+EXACT_KINDS = ("scan", "flat")
+
+_CHUNK = 65536
+_EF_SEARCH = 100
+_ROWS_PER_LIST = 39  # what FAISS wants to train one centroid
+_FLOAT32_EPS = float(np.finfo(np.float32).eps)
+_FLOAT64_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What a search found: rows int64 [M] of view (ascending; with k: best first) and relevance float64 [M]."""
+
+    rows: Int64
+    relevance: Float64
+    view: StoreView
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Retriever:
+    """Finds the facts of a store that pass the gate.
+
+    kind:
+        "scan"  every row by the exact float64 routine (the default);
+        "flat"  FAISS inner product over unit rows, a range search with a margin, then the exact routine: exact;
+        "hnsw"  FAISS HNSW (M 16, efConstruction 200, efSearch 100), the search widened until it leaves the gate:
+                approximate: facts may be missing (many, where many rows are alike), none is wrong;
+        "ivf"   FAISS inverted lists (about sqrt(N) of them, `nprobe` visited): approximate in the same way.
+
+    The FAISS kinds keep a float32 copy of the rows in their index and take in what was added since the last search;
+    removed facts are masked. One retriever may serve many threads.
+    """
+
+    def __init__(self, store: FactStore, kind: str = "scan", *, nprobe: int = 32) -> None:
+        if not isinstance(store, FactStore):
+            raise TypeError(f"store: expected a FactStore, got {type(store).__name__}")
+        if kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+        if isinstance(nprobe, bool) or not isinstance(nprobe, int) or nprobe < 1:
+            raise ValueError(f"nprobe: expected an integer of at least 1, got {nprobe!r}")
+        self.store = store
+        self.kind = kind
+        self.nprobe = nprobe
+        self._lock = threading.Lock()
+        self._index: Any = None
+        self._indexed: tuple[int, int] = (-1, 0)  # layout and rows that the index holds
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing that passes the gate can be missing."""
+        return self.kind in EXACT_KINDS
+
+    def search(self, query: Any, *, min_relevance: float = CDR_MIN_RELEVANCE, k: int | None = None) -> Candidates:
+        """The facts whose cosine to the query [D] is at least min_relevance; with k, the k nearest of them.
+
+        Raises ValueError for a zero, non-finite or misshapen query, a NaN gate, k < 0.
+        """
+        check_k(k)
+        columns = Columns.spec(query, min_relevance=min_relevance)
+        view = self.store.view()
+        rows = self.candidates(columns, view)
+        scores = cdr_score(view.blocks, columns, rows=rows, squared_norms=view.squared_norms)
+        order = np.lexsort((scores.rows, -scores.relevance))[:k] if k is not None else slice(None)
+        return Candidates(scores.rows[order], scores.relevance[order], view)
+
+    def candidates(self, columns: Columns, view: StoreView) -> Int64:
+        """Rows of the view, ascending, that are alive and pass a gate (approximate kinds may miss some).
+
+        Raises ValueError where the columns and the store differ in dimension.
+        """
+        if columns.dim != view.dim:
+            raise ValueError(f"query: expected dimension {view.dim} (that of the store), got {columns.dim}")
+        subset = None if self.kind == "scan" else self._faiss_rows(columns, view)
+        passing = _C.gate_rows(view.blocks, view.squared_norms, columns.compiled, subset, view.alive)
+        return passing if subset is None else subset[passing]
+
+    def _faiss_rows(self, columns: Columns, view: StoreView) -> Int64 | None:
+        """Rows that FAISS finds at the gates, ascending; None for all rows."""
+        gates = _cosine_gates(columns)
+        if gates is None:
+            return None
+        with self._lock:
+            index = self._filled(view)
+            search = {"flat": _range_search, "hnsw": _hnsw_search, "ivf": _range_search}[self.kind]
+            found = [search(index, vector, threshold) for vector, threshold in gates]
+        rows = np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+        return rows[rows < view.rows]
+
+    def _filled(self, view: StoreView) -> Any:
+        """The index with every row of the view in it. Rows keep their numbers until the store is compacted."""
+        layout, rows = self._indexed
+        outgrown = self.kind == "ivf" and view.rows > 4 * rows
+        if self._index is None or layout != view.layout or outgrown:
+            self._index, layout, rows = _new_index(self.kind, view, self.nprobe), view.layout, 0
+        for start in range(rows, view.rows, _CHUNK):
+            self._index.add(_unit_rows(view, start, min(start + _CHUNK, view.rows)))
+        self._indexed = (layout, max(rows, view.rows))
+        return self._index
+
+
+def _unit_rows(view: StoreView, start: int, stop: int) -> npt.NDArray[np.float32]:
+    rows = view.take(np.arange(start, stop)).astype(np.float64)
+    return (rows / np.sqrt(view.squared_norms[start:stop, None])).astype(np.float32)
+
+
+def _new_index(kind: str, view: StoreView, nprobe: int) -> Any:
+    import faiss
+
+    index: Any
+    if kind == "flat":
+        return faiss.IndexFlatIP(view.dim)
+    if kind == "hnsw":
+        index = faiss.IndexHNSWFlat(view.dim, 16, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = 200
+        index.hnsw.efSearch = 100
+        return index
+    lists = max(1, min(int(view.rows**0.5), view.rows // _ROWS_PER_LIST))
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(view.dim), view.dim, lists, faiss.METRIC_INNER_PRODUCT)
+    index.nprobe = min(nprobe, lists)
+    sample = np.linspace(0, view.rows - 1, min(view.rows, lists * 256)).astype(np.int64)
+    rows = view.take(sample).astype(np.float64) / np.sqrt(view.squared_norms[sample, None])
+    if len(rows):
+        index.train(rows.astype(np.float32))
+    return index
+
+
+def _cosine_gates(columns: Columns) -> list[tuple[npt.NDArray[np.float32], float]] | None:
+    """(unit vector, a cosine that nothing passing the column's gate lies under), or None where all rows may pass."""
+    vectors = np.vstack([columns.query[None], np.zeros((1, columns.dim)), columns.residual])
+    gates = []
+    for j in range(len(vectors)):
+        gate, scale, shift = columns.gate[j], columns.scale[j], columns.shift[j]
+        if j == COVERAGE or gate == np.inf:
+            continue
+        if gate == -np.inf or scale <= 0.0:
+            return None
+        threshold = (gate - shift) / scale
+        slack = (columns.dim + 16) * _FLOAT32_EPS + 4 * _FLOAT64_EPS * (abs(gate) + abs(shift)) / scale
+        gates.append(((vectors[j] / np.linalg.norm(vectors[j])).astype(np.float32), threshold - slack))
+    return gates
+
+
+def _range_search(index: Any, vector: npt.NDArray[np.float32], threshold: float) -> Int64:
+    found: Int64
+    if index.ntotal == 0:
+        return np.zeros(0, np.int64)
+    _, _, found = index.range_search(vector[None], np.nextafter(np.float32(threshold), np.float32(-np.inf)))
+    return found
+
+
+def _hnsw_search(index: Any, vector: npt.NDArray[np.float32], threshold: float) -> Int64:
+    """Nearest neighbours, ever more of them, until the farthest lies under the threshold."""
+    faiss: Any = import_module("faiss")  # its stubs lack the class below
+    found: Int64
+    k = min(_EF_SEARCH, index.ntotal)
+    while k:
+        parameters = faiss.SearchParametersHNSW(efSearch=max(_EF_SEARCH, k))
+        similarity, found = index.search(vector[None], k, params=parameters)
+        if k == index.ntotal or similarity[0, -1] < threshold or found[0, -1] < 0:
+            return np.asarray(found[0][(found[0] >= 0) & (similarity[0] >= threshold)])
+        k = min(4 * k, index.ntotal)
+    return np.zeros(0, np.int64)
