@@ -1,0 +1,67 @@
+"""Coverage-Differential Retrieval: fresh, relevant facts for every window of a long generation.
+
+    candidates -> scores -> ranking -> envelope -> output -> session.update(...)
+    retrieve      score     rank       pack                  session
+
+``run_windows`` is the whole loop; ``reference`` is the specification (CRP-SPEC-024) in plain Python, and what
+everything else is tested against.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from cdr_kernel import constants, reference
+from cdr_kernel.assess import assess
+from cdr_kernel.columns import Columns
+from cdr_kernel.constants import Depth
+from cdr_kernel.headers import band, crp_headers, guarantee_holds
+from cdr_kernel.ngram import NGramGuard, tokenize
+from cdr_kernel.pack import Envelope, pack_facts
+from cdr_kernel.rank import Ranking, cdr_rank
+from cdr_kernel.retrieve import Candidates, Retriever
+from cdr_kernel.score import Scores, available_impls, cdr_score
+from cdr_kernel.session import CoverageEntry, Exit, Session, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.store import EmbeddingModelMismatch, Fact, FactStore, StoreView
+from cdr_kernel.window import Window, WindowPrompt, run_windows
+
+try:
+    __version__ = version("cdr-kernel")
+except PackageNotFoundError:  # a source tree on the path, never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Candidates",
+    "Columns",
+    "CoverageEntry",
+    "Depth",
+    "EmbeddingModelMismatch",
+    "Envelope",
+    "Exit",
+    "Fact",
+    "FactStore",
+    "NGramGuard",
+    "Ranking",
+    "Retriever",
+    "Scores",
+    "Session",
+    "StoreView",
+    "SubQuery",
+    "Window",
+    "WindowPrompt",
+    "WindowReport",
+    "__version__",
+    "assess",
+    "available_impls",
+    "band",
+    "cdr_rank",
+    "cdr_score",
+    "constants",
+    "crp_headers",
+    "depth_from_words",
+    "guarantee_holds",
+    "pack_facts",
+    "reference",
+    "run_windows",
+    "tokenize",
+]

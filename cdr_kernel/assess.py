@@ -1,0 +1,221 @@
+"""What a finished window achieved: its output and the sub-queries in, a `WindowReport` out.
+
+A stand-in for the specification's DPE Stage 8: it counts words per sub-query and says nothing about their
+quality.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdr_kernel.arrays import as_array, scale_rows
+from cdr_kernel.ngram import tokenize
+from cdr_kernel.session import SubQuery, WindowReport, check_integer, check_number, depth_from_words
+from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView
+
+DEFAULT_EXPECTED_WORDS = 200
+THRESHOLD_PERCENTILE = 95.0
+SAMPLE_ROWS = 20_000
+CHUNK_ROWS = 4_096
+
+_LIST_MARK = re.compile(r"^\s*(?:[-*+•>]|#{1,6}|\d{1,3}[.)])\s+")
+_SENTENCE_END = re.compile(r"(?<=[。！？])|(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+")
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text: split at line breaks, after . ! ? … and a space, and after 。！？.
+
+    List and heading marks at the start of a line are dropped, and so is what has no token in it.
+    """
+    parts = (part for line in text.splitlines() for part in _SENTENCE_END.split(_LIST_MARK.sub("", line)))
+    return [part.strip() for part in parts if tokenize(part)]
+
+
+def similarity_thresholds(store: FactStore | StoreView, sub_queries: Sequence[SubQuery]) -> dict[str, float]:
+    """Per sub-query id, the 95th percentile of the store's cosines to it: what counts as being about it.
+
+    Taken over all facts, or 20,000 of them evenly spaced. Compute it once and pass it to `assess` as
+    `min_similarity`. ValueError for an empty store or another dimension.
+    """
+    targets = _unit_targets(sub_queries)
+    view = store.view() if isinstance(store, FactStore) else store
+    if view.dim != targets.shape[1]:
+        raise ValueError(f"the store has dimension {view.dim}, the sub-queries have {targets.shape[1]}")
+    rows = np.flatnonzero(view.alive)
+    if not len(rows):
+        raise ValueError("an empty store gives no threshold: pass min_similarity")
+    if len(rows) > SAMPLE_ROWS:
+        rows = rows[np.arange(SAMPLE_ROWS) * len(rows) // SAMPLE_ROWS]
+    cosines = np.concatenate(
+        [
+            _unit_rows(view.take(rows[start : start + CHUNK_ROWS]).astype(np.float64)) @ targets.T
+            for start in range(0, len(rows), CHUNK_ROWS)
+        ]
+    )
+    percentiles = np.percentile(cosines, THRESHOLD_PERCENTILE, axis=0)
+    return {item.id: float(value) for item, value in zip(sub_queries, percentiles, strict=True)}
+
+
+def assess(
+    output: str,
+    sub_queries: Sequence[SubQuery],
+    embed: Callable[[list[str]], Any] | None = None,
+    *,
+    store: FactStore | StoreView | None = None,
+    min_similarity: float | Mapping[str, float] | None = None,
+    written: Mapping[str, int] | None = None,
+    min_depth: float = 0.15,
+    expected_words: int = DEFAULT_EXPECTED_WORDS,
+    embedding_model: str | None = None,
+) -> WindowReport:
+    """Words per sub-query in a window's output, and from them depth and completeness.
+
+    output: the window's text. sub_queries: the whole task's, at least one, ids unique.
+    embed: sentences [n] -> vectors [n, D] from the model of the sub-queries. Each sentence goes to the
+    sub-query of the largest cosine, if that is >= the sub-query's min_similarity, else to none.
+    min_similarity: a number in [-1, 1], or one per sub-query id; None: what `similarity_thresholds` says.
+    store: the facts, for that threshold.
+    written: words of earlier windows by sub-query id (`session.words`); ids of no sub-query here are ignored.
+    min_depth: in [0, 1]; a sub-query counts as addressed if this window has words on it and they are at least
+    this share of the expected ones. expected_words: where a sub-query names none.
+    embedding_model: passed on in the report.
+
+    Depth is `depth_from_words` of this window's words. Completeness is the mean over the sub-queries of
+    min(1, words so far / expected words); one that expects 0 words is complete.
+
+    Without `embed`, a sentence goes to the sub-query whose label and text share the most with it: the sum of
+    log(S / number of sub-queries that have the token) over the shared tokens, above 0 (with one sub-query,
+    any shared token). No synonyms, no stop words, no threshold: a common word that only one sub-query uses
+    attracts every sentence that has it. Enough for trying things out. `store`, `min_similarity`: not used.
+
+    ValueError or TypeError for a bad argument, for neither store nor min_similarity with embed, and for what
+    embed returns unless it is one finite vector per sentence. EmbeddingModelMismatch if the store has another
+    model than `embedding_model`.
+    """
+    if not isinstance(output, str):
+        raise TypeError(f"output must be a str, got {type(output).__name__}")
+    sub_queries = _check_sub_queries(sub_queries)
+    ids = [item.id for item in sub_queries]
+    min_depth = check_number(min_depth, "min_depth", 0.0, 1.0)
+    expected_words = check_integer(expected_words, "expected_words", 0)
+    expected = [expected_words if item.expected_words is None else item.expected_words for item in sub_queries]
+    earlier = {} if written is None else written
+    before = [check_integer(earlier.get(id, 0), f"the words written on {id!r}", 0) for id in ids]
+
+    sentences = split_sentences(output)
+    if embed is None:
+        owners = _owners_by_words(sentences, sub_queries)
+    else:
+        thresholds = _thresholds(min_similarity, store, sub_queries, embedding_model)
+        owners = _owners_by_cosine(sentences, sub_queries, embed, thresholds)
+    words = [0] * len(ids)
+    for sentence, owner in zip(sentences, owners, strict=True):
+        if owner is not None:
+            words[owner] += len(tokenize(sentence))
+
+    depths = {
+        id: depth_from_words(now, wanted)
+        for id, now, wanted in zip(ids, words, expected, strict=True)
+        if now > 0 and (wanted == 0 or now / wanted >= min_depth)
+    }
+    done = [
+        1.0 if wanted == 0 else min(1.0, (past + now) / wanted)
+        for past, now, wanted in zip(before, words, expected, strict=True)
+    ]
+    return WindowReport(
+        completeness_score=math.fsum(done) / len(done),
+        addressed=tuple(depths),
+        depth_by_sub_query=depths,
+        words_by_sub_query={id: now for id, now in zip(ids, words, strict=True) if now},
+        embedding_model=embedding_model,
+    )
+
+
+def _check_sub_queries(sub_queries: Sequence[SubQuery]) -> tuple[SubQuery, ...]:
+    items = tuple(sub_queries)
+    for item in items:
+        if not isinstance(item, SubQuery):
+            raise TypeError(f"sub_queries must hold SubQuery objects, got {type(item).__name__}")
+    ids = [item.id for item in items]
+    if not ids or len(set(ids)) < len(ids):
+        raise ValueError(f"expected at least one sub-query and unique ids, got {ids}")
+    if len({len(item.embedding) for item in items}) > 1:
+        dims = {item.id: len(item.embedding) for item in items}
+        raise ValueError(f"all sub-queries must have one dimension, got {dims}")
+    return items
+
+
+def _thresholds(
+    min_similarity: float | Mapping[str, float] | None,
+    store: FactStore | StoreView | None,
+    sub_queries: Sequence[SubQuery],
+    embedding_model: str | None,
+) -> list[float]:
+    if store is not None and embedding_model not in (None, store.embedding_model):
+        raise EmbeddingModelMismatch("embedding_model", store.embedding_model, embedding_model)
+    if min_similarity is None:
+        if store is None:
+            raise ValueError("with embed, pass min_similarity=, or store= to take the 95th percentile of its cosines")
+        min_similarity = similarity_thresholds(store, sub_queries)
+    if isinstance(min_similarity, Mapping):
+        missing = [item.id for item in sub_queries if item.id not in min_similarity]
+        if missing:
+            raise ValueError(f"min_similarity has no value for sub-queries {missing}")
+        return [
+            check_number(min_similarity[item.id], f"min_similarity of {item.id!r}", -1.0, 1.0) for item in sub_queries
+        ]
+    return [check_number(min_similarity, "min_similarity", -1.0, 1.0)] * len(sub_queries)
+
+
+def _owners_by_cosine(
+    sentences: list[str],
+    sub_queries: Sequence[SubQuery],
+    embed: Callable[[list[str]], Any],
+    thresholds: list[float],
+) -> list[int | None]:
+    if not sentences:
+        return []
+    targets = _unit_targets(sub_queries)
+    vectors = as_array(embed(list(sentences)), 2, "the result of embed").astype(np.float64)
+    if vectors.shape != (len(sentences), targets.shape[1]):
+        raise ValueError(f"embed must return shape [{len(sentences)}, {targets.shape[1]}], got {list(vectors.shape)}")
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        raise ValueError(f"embed returned a vector that is not finite for {sentences[int(np.argmin(finite))]!r}")
+    similar = vectors.any(axis=1)  # a zero vector is similar to nothing
+    cosines = np.full((len(sentences), len(sub_queries)), -np.inf)
+    if similar.any():
+        cosines[similar] = _unit_rows(vectors[similar]) @ targets.T
+    best = cosines.argmax(axis=1)
+    return [int(j) if cosines[i, j] >= thresholds[j] else None for i, j in enumerate(best)]
+
+
+def _owners_by_words(sentences: list[str], sub_queries: Sequence[SubQuery]) -> list[int | None]:
+    vocabularies = [set(tokenize(f"{item.label} {item.text}")) for item in sub_queries]
+    spread = Counter(token for vocabulary in vocabularies for token in vocabulary)
+    total = len(sub_queries)
+    weight = {token: math.log(total / n) if total > 1 else 1.0 for token, n in spread.items()}
+    owners: list[int | None] = []
+    for sentence in sentences:
+        tokens = set(tokenize(sentence))
+        shared = [math.fsum(weight[token] for token in tokens & vocabulary) for vocabulary in vocabularies]
+        best = max(range(total), key=shared.__getitem__)
+        owners.append(best if shared[best] > 0.0 else None)
+    return owners
+
+
+def _unit_targets(sub_queries: Sequence[SubQuery]) -> NDArray[np.float64]:
+    return _unit_rows(np.stack([item.embedding for item in sub_queries]))
+
+
+def _unit_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    rows = scale_rows(rows)  # so that no square leaves the range of float64
+    norms: NDArray[np.float64] = np.sqrt(np.einsum("nd,nd->n", rows, rows))
+    return rows / norms[:, None]

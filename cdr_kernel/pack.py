@@ -1,0 +1,115 @@
+"""Greedy fill of a token budget: a ranking in, the envelope of one window out.
+
+    envelope = pack_facts(ranking, 4000)                     # or count_tokens=length_by_my_tokenizer
+    envelope.text, envelope.tokens, envelope.skipped
+
+The best facts come first, and a shorter one may still fit where a longer one did not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from cdr_kernel.constants import MIN_NOVELTY_FLOOR
+from cdr_kernel.session import EXHAUSTIONS, check_integer
+
+if TYPE_CHECKING:
+    from cdr_kernel.rank import Ranking
+    from cdr_kernel.store import Fact
+
+
+def count_tokens_default(text: str) -> int:
+    """Tokens of a text without a tokenizer: its UTF-8 bytes / 4, rounded up, at least 1."""
+    return max(1, math.ceil(len(text.encode("utf-8", "surrogatepass")) / 4))
+
+
+@dataclass(frozen=True, eq=False)
+class Envelope:
+    """The facts of one window, best first, with their breakdown.
+
+    ranking: the packed facts only; its counters (`qualified`, `guard_activations`, `coverage_depth`) are
+    those of the whole ranking. tokens: their sum, never above token_budget. skipped: facts passed over
+    because they did not fit.
+    """
+
+    ranking: Ranking
+    tokens: int
+    token_budget: int
+    skipped: int
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """The packed facts, best first."""
+        return self.ranking.facts
+
+    @property
+    def text(self) -> str:
+        """The texts of the facts, one a line."""
+        return "\n".join(fact.text for fact in self.facts)
+
+    @property
+    def min_novelty(self) -> float | None:
+        """§8.1: the least novelty of the facts, clamped to [0.20, 1] (R3, R13); None when there is none."""
+        if not len(self.ranking):
+            return None
+        return max(MIN_NOVELTY_FLOOR, min(1.0, float(self.ranking.novelty.min())))
+
+    def novelty_ratio(self, exhaustion: str = "score") -> float:
+        """§6, exit 3: the mean over the packed facts of final score / query relevance (R11).
+
+        exhaustion="novelty" takes the mean of novelty x (1 - n-gram penalty) instead, which no importance
+        moves. Facts with relevance <= 0 are left out (R27); 0.0 when no fact is left (R12). ValueError for
+        another word.
+        """
+        if exhaustion not in EXHAUSTIONS:
+            raise ValueError(f"exhaustion must be one of {', '.join(map(repr, EXHAUSTIONS))}, got {exhaustion!r}")
+        ranking = self.ranking
+        counted = ranking.relevance > 0.0
+        if not counted.any():
+            return 0.0
+        if exhaustion == "score":
+            ratios = ranking.score[counted] / ranking.relevance[counted]
+        else:
+            ratios = ranking.novelty[counted] * (1.0 - ranking.ngram_penalty[counted])
+        return math.fsum(ratios) / len(ratios)
+
+
+def pack_facts(
+    ranking: Ranking,
+    token_budget: int,
+    *,
+    count_tokens: Callable[[str], int] = count_tokens_default,
+    max_facts: int | None = None,
+) -> Envelope:
+    """Take the facts in their order as long as they fit, going on past one that does not.
+
+    token_budget: int >= 0. count_tokens: the tokens of a fact's text, an int >= 1 (the newlines of
+    `Envelope.text` are not counted). max_facts: int >= 0, None for no limit.
+
+    ValueError for a negative budget or limit and for a token count that is no int >= 1; TypeError for a
+    budget or limit that is no int.
+    """
+    token_budget = check_integer(token_budget, "token_budget", 0)
+    if max_facts is not None:
+        max_facts = check_integer(max_facts, "max_facts", 0)
+    packed: list[int] = []
+    tokens = skipped = 0
+    for position, fact in enumerate(ranking.facts):
+        if len(packed) == max_facts:
+            break
+        if tokens == token_budget:  # nothing is shorter than one token
+            skipped += len(ranking.facts) - position
+            break
+        count = count_tokens(fact.text)
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"count_tokens must return an int >= 1, got {count!r} for fact {fact.id!r}")
+        if tokens + int(count) <= token_budget:
+            packed.append(position)
+            tokens += int(count)
+        else:
+            skipped += 1
+    return Envelope(ranking.take(packed), tokens, token_budget, skipped)

@@ -1,0 +1,101 @@
+"""The loop: retrieve, rank, pack, write, assess, update, until one of the four exits is true (§6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cdr_kernel.headers import band, crp_headers, guarantee_holds
+from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
+from cdr_kernel.rank import Ranking, cdr_rank
+from cdr_kernel.retrieve import Retriever
+from cdr_kernel.session import Exit, Session, WindowReport
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPrompt:
+    """What the writer of a window gets: its 1-based number, what remains to be written (§4), the packed
+    facts, and a summary of what was written where one is asked for (§4.3)."""
+
+    window: int
+    anchor: str
+    envelope: Envelope
+    backward_summary: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """One window as it came out. A window that an exit stopped before the writer has output and report None,
+    and is not counted (R32). band: §8.1, None for an empty envelope. guarantee_holds: §9, R35."""
+
+    number: int
+    prompt: WindowPrompt
+    ranking: Ranking
+    envelope: Envelope
+    output: str | None
+    report: WindowReport | None
+    exit: Exit
+    headers: dict[str, str]
+    guarantee_holds: bool
+    band: str | None
+
+
+def run_windows(
+    generate: Callable[[WindowPrompt], str],
+    query: Any,
+    retriever: Retriever,
+    session: Session,
+    *,
+    token_budget: int,
+    assess: Callable[[str], WindowReport],
+    k: int | None = None,
+    max_facts: int | None = None,
+    count_tokens: Callable[[str], int] = count_tokens_default,
+    multiplier: Any = None,
+    backward_summary: Callable[[list[str]], str] | None = None,
+) -> Iterator[Window]:
+    """Yield the windows of a task until one of the exits of §6 is true; the last one says which.
+
+    generate: writes a window. query: [D] from the session's model. assess: what an output achieved, with the
+    completeness of the whole task; its report may leave the model to be named by the store's. k, multiplier:
+    as in `cdr_rank`. token_budget, max_facts, count_tokens: as in `pack_facts`. backward_summary: makes the
+    optional summary (§4.3) of the outputs of this run so far; not asked before the first one.
+
+    R32: safety, limit and exhaustion are tested before the writer is called, and all four exits after the
+    session was updated (R15). The session is updated before a window is yielded: stop iterating whenever you
+    like, and go on later with the same session. What generate or assess raises passes through and leaves the
+    session as it was before that window.
+    """
+    outputs: list[str] = []
+    while True:
+        number = session.window_count + 1
+        ranking = cdr_rank(query, retriever, session, k=k, multiplier=multiplier)
+        envelope = pack_facts(ranking, token_budget, count_tokens=count_tokens, max_facts=max_facts)
+        output, report, summary = None, None, None
+        exit = session.exit(envelope=envelope)
+        if backward_summary is not None and outputs and not exit.stop:
+            summary = backward_summary(list(outputs))
+        prompt = WindowPrompt(number, session.anchor(), envelope, summary)
+        if not exit.stop:
+            output = generate(prompt)
+            if not isinstance(output, str):
+                raise TypeError(f"generate must return a str, got {type(output).__name__}")
+            report = assess(output)
+            session.update(report, output, envelope=envelope, embedding_model=retriever.store.embedding_model)
+            outputs.append(output)
+            exit = session.exit(report, envelope)
+        yield Window(
+            number=number,
+            prompt=prompt,
+            ranking=ranking,
+            envelope=envelope,
+            output=output,
+            report=report,
+            exit=exit,
+            headers=crp_headers(envelope, session, exit),
+            guarantee_holds=guarantee_holds(envelope),
+            band=None if envelope.min_novelty is None else band(envelope.min_novelty),
+        )
+        if exit.stop:
+            return

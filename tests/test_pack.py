@@ -1,0 +1,176 @@
+"""Packing: which facts a token budget takes, and what the envelope says about them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdr_kernel import reference
+from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
+from cdr_kernel.rank import Ranking
+from cdr_kernel.store import Fact
+
+HYPOTHESIS = settings(deadline=None, max_examples=100, derandomize=True)
+
+
+def make_ranking(texts, *, relevance=0.8, novelty=1.0, overlap=0, importance=1.0, **counters) -> Ranking:
+    n = len(texts)
+
+    def column(value) -> np.ndarray:
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), n).copy()
+
+    overlaps = np.broadcast_to(np.asarray(overlap, dtype=np.int32), n).copy()
+    base = column(importance) * column(relevance) * column(novelty)
+    return Ranking(
+        facts=tuple(Fact(f"f{i}", text, None, None, 1.0, i) for i, text in enumerate(texts)),
+        score=base * (1.0 - np.minimum(0.8, overlaps * 0.15)),
+        score_without_guard=base,
+        relevance=column(relevance),
+        coverage=1.0 - column(novelty),
+        residual_pull=column(0.0),
+        novelty=column(novelty),
+        ngram_overlap=overlaps,
+        importance=column(importance),
+        multiplier=column(1.0),
+        **{"qualified": n, "guard_activations": 0, "coverage_depth": 0, "store_version": 1, **counters},
+    )
+
+
+def packed(envelope: Envelope) -> list[str]:
+    return [fact.id for fact in envelope.facts]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("", 1), ("a", 1), ("abcd", 1), ("abcde", 2), ("é" * 4, 2), ("東京", 2), ("𝄞", 1), ("\ud800", 1)],
+)
+def test_tokens_without_a_tokenizer_are_a_quarter_of_the_bytes(text, tokens):
+    assert count_tokens_default(text) == tokens
+
+
+def test_a_fact_that_does_not_fit_is_passed_over():
+    ranking = make_ranking(["x" * 5, "x" * 50, "x" * 5], qualified=9, guard_activations=4, coverage_depth=7)
+    envelope = pack_facts(ranking, 10, count_tokens=len)
+    assert packed(envelope) == ["f0", "f2"]
+    assert (envelope.tokens, envelope.token_budget, envelope.skipped) == (10, 10, 1)
+    assert envelope.text == "xxxxx\nxxxxx"
+    counters = envelope.ranking.qualified, envelope.ranking.guard_activations, envelope.ranking.coverage_depth
+    assert counters == (9, 4, 7)
+
+
+def test_what_a_full_budget_leaves_is_skipped():
+    assert pack_facts(make_ranking(["aa", "b", "c"]), 2, count_tokens=len).skipped == 2
+    nothing = pack_facts(make_ranking(["aa", "b"]), 0)
+    assert (packed(nothing), nothing.tokens, nothing.skipped) == ([], 0, 2)
+
+
+def test_max_facts_ends_packing():
+    ranking = make_ranking(["a"] * 5)
+    assert packed(pack_facts(ranking, 100, max_facts=2)) == ["f0", "f1"]
+    assert packed(pack_facts(ranking, 100, max_facts=0)) == []
+    assert pack_facts(ranking, 100, max_facts=2).skipped == 0
+    assert len(packed(pack_facts(ranking, 100, max_facts=np.int64(9)))) == 5
+
+
+@HYPOTHESIS
+@given(st.lists(st.integers(1, 12), max_size=12), st.integers(0, 40), st.none() | st.integers(0, 12))
+def test_packing_is_greedy(lengths, budget, max_facts):
+    ranking = make_ranking(["x" * n for n in lengths])
+    envelope = pack_facts(ranking, budget, count_tokens=len, max_facts=max_facts)
+    expected, left, skipped = [], budget, 0
+    for i, n in enumerate(lengths):
+        if max_facts is not None and len(expected) >= max_facts:
+            break
+        if n <= left:
+            expected.append(f"f{i}")
+            left -= n
+        else:
+            skipped += 1
+    assert packed(envelope) == expected
+    assert (envelope.tokens, envelope.skipped) == (budget - left, skipped)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, True, None, "3", float("nan")])
+def test_a_token_count_must_be_a_positive_int(count):
+    with pytest.raises(ValueError, match=r"count_tokens.*'f0'"):
+        pack_facts(make_ranking(["a"]), 10, count_tokens=lambda text: count)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        ({"token_budget": -1}, ValueError),
+        ({"token_budget": True}, TypeError),
+        ({"token_budget": 10.0}, TypeError),
+        ({"token_budget": None}, TypeError),
+        ({"max_facts": -1}, ValueError),
+        ({"max_facts": False}, TypeError),
+        ({"max_facts": 2.0}, TypeError),
+    ],
+)
+def test_limits_are_checked(kwargs, error):
+    with pytest.raises(error, match=next(iter(kwargs))):
+        pack_facts(make_ranking(["a"]), **{"token_budget": 10, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("novelty", "least"),
+    [([1.0, 0.74, 0.9], 0.74), ([2.0], 1.0), ([0.2, 1.5], 0.2), ([0.2 - 1e-17], 0.2), ([], None)],
+)
+def test_the_least_novelty_is_clamped(novelty, least):
+    envelope = pack_facts(make_ranking(["a"] * len(novelty), novelty=novelty), 100)
+    assert envelope.min_novelty == least  # R3, R13
+
+
+def test_only_packed_facts_count():
+    ranking = make_ranking(["a", "b" * 99], novelty=[0.9, 0.3], importance=[1.0, 0.1])
+    envelope = pack_facts(ranking, 1)
+    assert envelope.min_novelty == 0.9
+    assert envelope.novelty_ratio() == pytest.approx(0.9)
+
+
+def test_an_empty_envelope_has_the_ratio_0():
+    empty = pack_facts(make_ranking([]), 10)
+    assert empty.novelty_ratio() == empty.novelty_ratio("novelty") == 0.0  # R12
+    assert (empty.text, empty.facts, empty.min_novelty) == ("", (), None)
+    with pytest.raises(ValueError, match="'novelty'"):
+        empty.novelty_ratio("mean")
+
+
+@HYPOTHESIS
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(-1.0, 1.0).filter(lambda x: x == 0.0 or abs(x) > 1e-3),
+            st.floats(0.2, 2.0),
+            st.integers(0, 8),
+            st.floats(0.0, 2.0),
+        ),
+        max_size=8,
+    ),
+    st.sampled_from(["score", "novelty"]),
+)
+def test_the_ratio_is_the_reference_s(rows, exhaustion):
+    relevance, novelty, overlap, importance = ([row[i] for row in rows] for i in range(4))
+    ranking = make_ranking(
+        ["a"] * len(rows), relevance=relevance, novelty=novelty, overlap=overlap, importance=importance
+    )
+    scored = [
+        reference.Scored(
+            fact=reference.Fact([1.0]),
+            relevance=relevance[i],
+            coverage=0.0,
+            residual_pull=0.0,
+            novelty=novelty[i],
+            ngram_overlap=overlap[i],
+            ngram_penalty=reference.ngram_penalty(overlap[i]),
+            score_without_guard=float(ranking.score_without_guard[i]),
+            score=float(ranking.score[i]),
+        )
+        for i in range(len(rows))
+    ]
+    envelope = pack_facts(ranking, 100)
+    assert envelope.novelty_ratio(exhaustion) == reference.novelty_ratio(scored, exhaustion)
+    assert envelope.min_novelty == reference.min_novelty(scored)

@@ -1,0 +1,191 @@
+"""cdr_rank over whole sessions against the reference: same facts, same order, same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cdr_kernel import (
+    EmbeddingModelMismatch,
+    FactStore,
+    Retriever,
+    Session,
+    SubQuery,
+    WindowReport,
+    cdr_rank,
+    reference,
+)
+
+DIM = 12
+
+
+def world(n=120, seed=0, dtype="float32", **settings):
+    r = np.random.default_rng(seed)
+    query = r.standard_normal(DIM)
+    words = [f"w{i}" for i in range(40)]
+    store = FactStore(DIM, embedding_model="m1", dtype=dtype)
+    texts = [" ".join(r.choice(words, 14)) for _ in range(n)]
+    vectors = query * 0.6 + r.standard_normal((n, DIM))
+    vectors[n // 2] = vectors[1]
+    store.add([f"f{i}" for i in range(n)], texts, vectors, importance=r.choice([0.0, 0.5, 1.0, 2.0], n))
+    subs = [SubQuery(f"s{j}", f"S{j}", f"sub {j}", query * 0.5 + r.standard_normal(DIM)) for j in range(5)]
+    session = Session(subs, embedding_model="m1", **{"min_relevance": 0.3, **settings})
+    return store, session, query, r
+
+
+def truth(store, session, query, k=None, multiplier=None):
+    """The reference's ranking of the store for the session's state."""
+    view = store.view()
+    rows = np.flatnonzero(view.alive).tolist()
+    facts = [
+        reference.Fact(
+            embedding=view.embeddings[row].astype(np.float64).tolist(),
+            content=fact.text,
+            importance_weight=fact.importance,
+            multiplier=(multiplier or {}).get(fact.id, 1.0),
+            id=fact.id,
+            sequence=fact.sequence,
+        )
+        for row, fact in zip(rows, view.facts(rows), strict=True)
+    ]
+    return reference.cdr_rank(facts, list(map(float, query)), mirror(session), k=k)
+
+
+def mirror(session):
+    """The session's state as the reference keeps it; the blacklist comes from the outputs it was told."""
+    blacklist = set()
+    for output in getattr(session, "told", []):
+        blacklist.update(reference.ngrams(reference.tokenize(output)))
+    return reference.ReferenceSession(
+        coverage_set=[reference.Entry(e.embedding.tolist(), e.depth_weight, e.window_number) for e in session.coverage],
+        residual_set=[reference.SubQuery(s.id, s.label, s.text, s.embedding.tolist()) for s in session.residual],
+        ngram_blacklist=blacklist,
+        min_relevance=session.min_relevance,
+        first_window_pull=session.first_window_pull,
+        clamp_novelty=session.clamp_novelty,
+    )
+
+
+def agree(ranking, expected):
+    assert ranking.ids == [s.fact.id for s in expected]
+    for at, s in enumerate(expected):
+        bound = 1e-12 * s.fact.importance_weight * s.fact.multiplier
+        assert abs(ranking.score[at] - s.score) <= bound
+        assert abs(ranking.score_without_guard[at] - s.score_without_guard) <= bound
+        for name in ("relevance", "coverage", "residual_pull", "novelty"):
+            assert abs(getattr(ranking, name)[at] - getattr(s, name)) <= 1e-12
+        assert ranking.ngram_overlap[at] == s.ngram_overlap
+        assert ranking.ngram_penalty[at] == pytest.approx(s.ngram_penalty)
+
+
+@pytest.mark.parametrize("kind", ["scan", "flat"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("keywords", [{}, {"first_window_pull": True}, {"clamp_novelty": True}])
+def test_five_windows_with_adds_and_removes_between_them(kind, dtype, keywords):
+    store, session, query, r = world(dtype=dtype, **keywords)
+    retriever = Retriever(store, kind)
+    session.told = []
+    for window in range(5):
+        multiplier = {f"f{i}": float(r.random()) for i in range(0, 120, 2)} if window % 2 else None
+        ranking = cdr_rank(query, retriever, session, multiplier=multiplier)
+        expected = truth(store, session, query, multiplier=multiplier)
+        agree(ranking, expected)
+        assert ranking.qualified == len(expected)
+        assert ranking.guard_activations == reference.guard_activations(expected)
+        assert ranking.guard_alert == reference.guard_alert(expected)
+        assert ranking.coverage_depth == len(session.coverage)
+        agree(cdr_rank(query, retriever, session, k=7, multiplier=multiplier), expected[:7])
+        output = " ".join(f.text for f in ranking.facts[:4])
+        report = WindowReport(0.1 * window, (f"s{window}",), {f"s{window}": float(r.random())})
+        session.update(report, output, embedding_model="m1")
+        session.told.append(output)
+        store.remove([ranking.ids[-1]])
+        store.upsert([ranking.ids[-2], f"n{window}"], ["new text", "more"], query + r.standard_normal((2, DIM)))
+    assert ranking.guard_activations > 0
+
+
+def test_ties_come_in_the_order_of_their_sequence():
+    store = FactStore(3, embedding_model="m1")
+    store.add([f"f{i:04}" for i in range(1000)], ["same"] * 1000, np.tile([1.0, 2.0, 2.0], (1000, 1)))
+    store.upsert(["f0000"], ["same"], [[1.0, 2.0, 2.0]])
+    session = Session([SubQuery("a", "A", "a", [0.0, 0.0, 1.0])], embedding_model="m1")
+    retriever = Retriever(store)
+    order = [f"f{i:04}" for i in range(1, 1000)] + ["f0000"]
+    for k in (1, 3, 10, None):
+        assert cdr_rank([1.0, 2.0, 2.0], retriever, session, k=k).ids == order[:k]
+    store.compact()
+    assert cdr_rank([1.0, 2.0, 2.0], retriever, session).ids == order
+
+
+@pytest.mark.parametrize(("k", "count"), [(10, 3), (0, 0), (2, 2), (None, 3)])
+def test_k_against_n(k, count):
+    store = FactStore(2, embedding_model="m1")
+    session = Session([SubQuery("a", "A", "a", [0.0, 1.0])], embedding_model="m1")
+    assert len(cdr_rank([1.0, 0.0], Retriever(store), session, k=k)) == 0
+    store.add(list("abc"), list("abc"), [[1, 0], [1, 0.1], [1, 0.2]])
+    assert len(cdr_rank([1.0, 0.0], Retriever(store), session, k=k)) == count
+
+
+def test_falsy_values_are_honoured():
+    store = FactStore(2, embedding_model="m1")
+    store.add(list("abc"), list("abc"), [[0.1, 1], [-1, 0.5], [1, 0]], importance=[1.0, 1.0, 0.0])
+    session = Session([SubQuery("a", "A", "a", [0.0, 1.0])], embedding_model="m1", min_relevance=0.0)
+    ranking = cdr_rank([1.0, 0.0], Retriever(store), session)
+    assert ranking.ids == ["a", "c"]  # b lies under 0.0; c passes with importance 0
+    assert ranking.score[1] == 0.0
+
+
+def test_exclude_packed():
+    store, session, query, _ = world(exclude_packed=True)
+    retriever = Retriever(store)
+    first = cdr_rank(query, retriever, session, k=5)
+    assert len(first) == 5
+
+    class Packed:
+        facts = first.facts
+
+    session.update(WindowReport(0.0, ()), "", envelope=Packed, embedding_model="m1")
+    second = cdr_rank(query, retriever, session)
+    assert not set(first.ids) & set(second.ids)
+    assert second.qualified == cdr_rank(query, retriever, world()[1]).qualified - 5
+
+
+def test_the_multiplier_as_an_array_and_its_errors():
+    store, session, query, r = world(20)
+    store.remove(["f3"])
+    retriever = Retriever(store)
+    factors = r.random(19)
+    by_id = dict(zip(store.ids, factors.tolist(), strict=True))
+    agree(cdr_rank(query, retriever, session, multiplier=factors), truth(store, session, query, multiplier=by_id))
+    with pytest.raises(ValueError, match="multiplier: expected 19 entries"):
+        cdr_rank(query, retriever, session, multiplier=np.ones(20))
+    with pytest.raises(ValueError, match="multiplier: expected finite"):
+        cdr_rank(query, retriever, session, multiplier={"f1": -1.0})
+
+
+def test_another_model_is_refused():
+    store, _, query, _ = world()
+    session = Session([SubQuery("a", "A", "a", np.ones(DIM))], embedding_model="m2")
+    with pytest.raises(EmbeddingModelMismatch, match="'m2', got 'm1'"):
+        cdr_rank(query, Retriever(store), session)
+
+
+def test_bad_queries_and_k():
+    store, session, query, _ = world()
+    before = session.to_json()
+    for bad in (np.zeros(DIM), np.full(DIM, np.inf), query[:3], query[None]):
+        with pytest.raises(ValueError, match="query: "):
+            cdr_rank(bad, Retriever(store), session)
+    with pytest.raises(ValueError, match="k: expected at least 0"):
+        cdr_rank(query, Retriever(store), session, k=-1)
+    assert session.to_json() == before
+
+
+def test_take_keeps_counters_and_breakdown():
+    store, session, query, _ = world()
+    ranking = cdr_rank(query, Retriever(store), session)
+    part = ranking.take([4, 1])
+    assert part.ids == [ranking.ids[4], ranking.ids[1]]
+    assert part.score.tolist() == [ranking.score[4], ranking.score[1]]
+    assert (part.qualified, part.coverage_depth) == (ranking.qualified, ranking.coverage_depth)
+    assert len(ranking.take([])) == 0

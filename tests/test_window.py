@@ -1,0 +1,264 @@
+"""The loop: what a window consists of, when the writer is called, and what ends it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from cdr_kernel.retrieve import Retriever
+from cdr_kernel.session import Session, SubQuery, WindowReport
+from cdr_kernel.store import EmbeddingModelMismatch, FactStore
+from cdr_kernel.window import Window, WindowPrompt, run_windows
+
+MODEL = "m1"
+TOPICS = ("dns", "cni", "bgp")
+QUERY = np.array([1.0, 1.0, 1.0, 3.0])
+
+
+def make_session(**kwargs) -> Session:
+    items = [SubQuery(topic, topic.upper(), f"about {topic}", np.eye(4)[i]) for i, topic in enumerate(TOPICS)]
+    return Session(items, **{"embedding_model": MODEL, "min_relevance": 0.5, **kwargs})
+
+
+def make_retriever(importance=None, model=MODEL, per_topic=4) -> Retriever:
+    store = FactStore(4, embedding_model=model)
+    ids, texts, rows = [], [], []
+    for i, topic in enumerate(TOPICS):
+        for j in range(per_topic):
+            ids.append(f"{topic}{j}")
+            texts.append(f"{topic} fact number {j}")
+            rows.append(np.eye(4)[i] + QUERY * (1.0 - 0.01 * j))
+    store.add(ids, texts, np.array(rows), importance=importance)
+    return Retriever(store)
+
+
+def reports(*steps: tuple[tuple[str, ...], float]) -> Callable[[str], WindowReport]:
+    """An assessment that reports these steps one after the other, the last one again and again."""
+    left = list(steps)
+
+    def assess(output: str) -> WindowReport:
+        addressed, completeness = left.pop(0) if len(left) > 1 else left[0]
+        return WindowReport(completeness, addressed)
+
+    return assess
+
+
+NOTHING = reports(((), 0.1))
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.prompts: list[WindowPrompt] = []
+
+    def __call__(self, prompt: WindowPrompt) -> str:
+        self.prompts.append(prompt)
+        return f"window {prompt.window} " + "x" * prompt.window
+
+
+def run(writer, session, assess=NOTHING, *, retriever=None, **kwargs) -> list[Window]:
+    options = {"token_budget": 1000, "max_facts": 3, **kwargs}
+    return list(run_windows(writer, QUERY, retriever or make_retriever(), session, assess=assess, **options))
+
+
+def test_five_windows_are_exactly_five():
+    writer, session = Writer(), make_session()
+    windows = run(writer, session)
+    assert [window.number for window in windows] == [1, 2, 3, 4, 5]
+    assert [prompt.window for prompt in writer.prompts] == [1, 2, 3, 4, 5]
+    assert [window.exit.reason for window in windows] == [None] * 4 + ["limit-reached"]
+    assert session.window_count == 5
+    statuses = [window.headers["CRP-Context-Continuation-Status"] for window in windows]
+    assert statuses == ["in-progress"] * 4 + ["limit-reached"]
+    assert windows[-1].headers["CRP-Quality-Completeness"] == "0.10"
+
+
+def test_a_task_ends_when_it_is_complete():
+    writer, session = Writer(), make_session()
+    assess = reports((("dns",), 0.4), (("cni", "bgp"), 0.95))
+    first, second = run(writer, session, assess)
+    assert second.exit.reason == "task-complete"
+    assert [first.prompt.anchor, second.prompt.anchor] == [
+        "Remaining sections to complete: DNS, CNI, BGP",
+        "Remaining sections to complete: CNI, BGP",
+    ]
+    assert first.headers["CRP-Context-Coverage-Depth"] == "0"  # R14
+    assert second.headers["CRP-Context-Coverage-Depth"] == "1"
+    assert session.anchor() == ""
+
+
+def test_a_window_holds_everything_that_made_it():
+    writer, session = Writer(), make_session(max_windows=1)
+    (window,) = run(writer, session)
+    assert window.output == "window 1 x"
+    assert window.report == WindowReport(0.1)
+    assert len(window.ranking) == window.ranking.qualified == 12
+    assert len(window.envelope.facts) == 3
+    assert window.prompt.envelope is window.envelope
+    assert window.band == "healthy"
+    assert window.guarantee_holds
+    assert session.packed == {fact.id: 1 for fact in window.envelope.facts}
+
+
+def test_what_was_covered_gives_way_to_what_remains():
+    session = make_session(max_windows=3)
+    assess = reports((("dns",), 0.2), (("cni",), 0.4), (("bgp",), 0.6))
+    windows = run(Writer(), session, assess, max_facts=4)
+    assert {fact.id[:3] for fact in windows[1].envelope.facts} <= {"cni", "bgp"}
+    assert {fact.id[:3] for fact in windows[2].envelope.facts} == {"bgp"}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason", "escalate"),
+    [
+        ({"safety_budget": 0.05}, "safety-budget-depleted", True),
+        ({"min_relevance": 0.999}, "ckf-exhausted", False),
+    ],
+)
+def test_no_unsafe_or_unsupported_window_is_written(kwargs, reason, escalate):
+    writer, session = Writer(), make_session(**kwargs)
+    before = session.to_json()
+    (window,) = run(writer, session, lambda output: pytest.fail("assess was called"))
+    assert writer.prompts == []
+    assert (window.number, window.output, window.report) == (1, None, None)  # R32
+    assert (window.exit.reason, window.exit.escalate) == (reason, escalate)
+    assert session.to_json() == before
+    assert window.headers["CRP-Context-Continuation-Status"] == reason
+
+
+def test_nothing_that_fits_is_not_nothing_that_qualifies():
+    (nothing_fits,) = run(Writer(), make_session(), token_budget=1)
+    assert "fits into 1 tokens" in nothing_fits.exit.detail
+    assert (nothing_fits.band, nothing_fits.guarantee_holds) == (None, False)
+    (nothing_qualifies,) = run(Writer(), make_session(min_relevance=0.999))
+    assert nothing_qualifies.exit.detail == "no fact passed the relevance gate"
+    assert "CRP-Context-Coverage-Score" not in nothing_qualifies.headers
+
+
+def test_packed_facts_can_be_excluded():
+    session = make_session(exclude_packed=True, max_windows=20)
+    windows = run(Writer(), session, max_facts=5)
+    packed = [fact.id for window in windows for fact in window.envelope.facts]
+    assert len(packed) == len(set(packed)) == 12
+    assert windows[-1].output is None
+    assert windows[-1].exit.detail == "no fact that was not packed before passed the relevance gate"
+    assert session.window_count == 3
+
+
+def test_a_session_at_its_limit_writes_nothing_more():
+    session = make_session(max_windows=2)
+    run(Writer(), session)
+    writer = Writer()
+    (window,) = run(writer, session)
+    assert (window.number, window.output, window.exit.reason) == (3, None, "limit-reached")
+    assert writer.prompts == []
+    assert session.window_count == 2
+
+
+def test_a_budget_that_runs_out_in_a_window_ends_the_loop_after_it():
+    session = make_session()
+
+    def spend(prompt: WindowPrompt) -> str:
+        session.safety_budget -= 0.45
+        return "text"
+
+    windows = run(spend, session)
+    assert [window.output for window in windows] == ["text", "text"]
+    assert windows[-1].exit.reason == "safety-budget-depleted"
+    assert windows[-1].exit.escalate
+
+
+def test_a_copied_fact_is_penalised_in_the_next_window():
+    session = make_session(max_windows=2)
+    retriever = make_retriever()
+    text = "dns fact zero has many words in it, more than six"
+    retriever.store.upsert(["dns0"], [text], np.array([np.eye(4)[0] + QUERY]))
+    windows = run(lambda prompt: prompt.envelope.text, session, retriever=retriever)
+    assert text in windows[0].output
+    assert windows[0].headers["CRP-Context-NGram-Guard-Activations"] == "0"
+    assert windows[1].headers["CRP-Context-NGram-Guard-Activations"] == "1"
+
+
+def test_the_backward_summary_is_asked_for_when_there_is_something_to_sum_up():
+    writer, seen = Writer(), []
+
+    def summary(outputs: list[str]) -> str:
+        seen.append(list(outputs))
+        outputs.clear()
+        return f"{len(seen)} so far"
+
+    run(writer, make_session(max_windows=3), backward_summary=summary)
+    assert [prompt.backward_summary for prompt in writer.prompts] == [None, "1 so far", "2 so far"]
+    assert seen == [["window 1 x"], ["window 1 x", "window 2 xx"]]
+    writer = Writer()
+    run(writer, make_session(max_windows=2))
+    assert [prompt.backward_summary for prompt in writer.prompts] == [None, None]
+
+
+def test_stopping_early_leaves_a_session_that_goes_on():
+    session, writer = make_session(), Writer()
+    for window in run_windows(writer, QUERY, make_retriever(), session, token_budget=100, assess=NOTHING):
+        if window.number == 2:
+            break
+    assert session.window_count == 2
+    assert [window.number for window in run(writer, session)] == [3, 4, 5]
+    assert [prompt.window for prompt in writer.prompts] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("where", ["generate", "assess", "unknown id", "no text", "count_tokens", "other model"])
+def test_an_error_leaves_the_session_as_it_was(where):
+    def generate(prompt: WindowPrompt) -> str:
+        if prompt.window == 2 and where == "generate":
+            raise RuntimeError(where)
+        return None if prompt.window == 2 and where == "no text" else "text"  # type: ignore[return-value]
+
+    def assess(output: str) -> WindowReport:
+        if session.window_count == 1 and where == "assess":
+            raise RuntimeError(where)
+        if session.window_count == 1 and where == "unknown id":
+            return WindowReport(0.5, ("nope",))
+        if session.window_count == 1 and where == "other model":
+            return WindowReport(0.5, ("dns",), embedding_model="m2")
+        return WindowReport(0.5, ("cni",))
+
+    def count_tokens(text: str) -> int:
+        return 0 if session.window_count == 1 and where == "count_tokens" else 1
+
+    session = make_session()
+    windows = run_windows(
+        generate, QUERY, make_retriever(), session, token_budget=9, assess=assess, count_tokens=count_tokens
+    )
+    next(windows)
+    before = session.to_json()
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        next(windows)
+    assert session.to_json() == before
+    where = "nowhere"
+    assert [window.number for window in run(Writer(), session)] == [2, 3, 4, 5]
+
+
+def test_the_models_of_store_and_session_must_agree():
+    session = make_session()
+    before = session.to_json()
+    with pytest.raises(EmbeddingModelMismatch):
+        run(Writer(), session, retriever=make_retriever(model="m2"))
+    assert session.to_json() == before
+
+
+def test_k_and_multiplier_reach_the_ranking():
+    (window,) = run(Writer(), make_session(max_windows=1), k=2, multiplier={"bgp3": 9.0})
+    assert len(window.ranking) == 2
+    assert window.ranking.qualified == 12
+    assert window.envelope.facts[0].id == "bgp3"
+
+
+def test_importance_that_alone_ends_window_1_is_told():
+    retriever = make_retriever(importance=[0.1] * 12)
+    with pytest.warns(UserWarning, match="importance"):
+        (window,) = run(Writer(), make_session(), retriever=retriever)
+    assert (window.output, window.exit.reason) == (None, "ckf-exhausted")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(run(Writer(), make_session(exhaustion="novelty"), retriever=retriever)) == 5
