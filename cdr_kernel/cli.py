@@ -1,0 +1,666 @@
+"""The command `cdr`: demo, index, rank, run, doctor.
+
+Exit status: 0 fine, 1 an error in the data, 2 wrong usage, 130 interrupted. With --json standard output gets one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+import cdr_kernel
+from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS_LIMIT
+from cdr_kernel.files import (
+    Task,
+    check_output,
+    names_array,
+    pick_task,
+    read_task_vectors,
+    read_tasks,
+    read_vector,
+    read_vectors,
+    write_json,
+)
+from cdr_kernel.index import FactFile, check_store_folder, save_store
+from cdr_kernel.record import RunRecord, summary
+from cdr_kernel.terminal import Progress, cell, drop_output, new_table, prepare_streams, print_json, say, show, width
+from cdr_kernel.writer import CommandWriter, ExtractWriter, WriterError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Body = TypeVar("Body", bound=Callable[..., None])
+
+FULL_WIDTH = 80  # characters that the tables need with all their columns
+LEGEND = (
+    "Of each window: facts packed, how many are fresh and how many were seen before, their mean and least novelty, "
+    "sub-topics reached so far, words, words of fresh facts, how much of the task is done."
+)
+NO_BUDGET = 2**31 - 1  # tokens; no number of facts comes near
+
+app = typer.Typer(
+    name="cdr",
+    help="Coverage-Differential Retrieval: fresh, relevant facts for every window of a long generation.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Dtype(StrEnum):
+    """What a store keeps its vectors as."""
+
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class Kind(StrEnum):
+    """How candidates are found."""
+
+    scan = "scan"
+    flat = "flat"
+    hnsw = "hnsw"
+    ivf = "ivf"
+
+
+class OnInvalid(StrEnum):
+    """What to do with a fact whose vector is not finite or all zeros."""
+
+    refuse = "raise"
+    skip = "skip"
+
+
+def _no_nan(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("expected a number, got nan")
+    return value
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON, last on standard output.")]
+Gate = Annotated[
+    float,
+    typer.Option(min=-1.0, max=1.0, callback=_no_nan, help="Cosine to the query that a fact must reach (§2.6)."),
+]
+KindOption = Annotated[Kind, typer.Option(help="How candidates are found; hnsw and ivf may miss some.")]
+EmbedOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Embed texts with this model: all-MiniLM-L6-v2, or a folder.")
+]
+StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="Folder that `cdr index` wrote.")]
+Windows = Annotated[int | None, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help="Windows at most (the task's).")]
+PerEnvelope = Annotated[int | None, typer.Option("--k", min=1, help="Facts per envelope (the task's).")]
+
+
+def main() -> None:
+    """Entry point of the command `cdr`."""
+    prepare_streams()
+    try:
+        try:
+            app(prog_name="cdr")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output()
+        sys.exit(0)
+    except OSError as error:
+        drop_output()
+        if not getattr(error.__context__, "code", 0):  # else it was said before
+            say(f"error: standard output: {error.strerror}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str, as_json: bool) -> NoReturn:
+    line = " ".join(message.split())
+    say(f"error: {line}")
+    if as_json:
+        with contextlib.suppress(OSError):
+            print_json({"error": line})
+    raise typer.Exit(1)
+
+
+def _command(body: Body) -> Body:
+    """Register a command whose expected errors end in one line and an exit status."""
+
+    @functools.wraps(body)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        as_json = bool(kwargs.get("as_json"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+            try:
+                body(*args, **kwargs)
+                sys.stdout.flush()
+            except KeyboardInterrupt:
+                say("interrupted")
+                raise typer.Exit(130) from None
+            except BrokenPipeError:
+                drop_output()
+                raise typer.Exit(0) from None
+            except OSError as error:
+                where = f"{error.filename}: " if error.filename else ""
+                _fail(f"{where}{error.strerror}" if error.strerror else str(error), as_json)
+            except KeyError as error:
+                _fail(str(error.args[0]) if error.args else str(error), as_json)
+            except MemoryError as error:
+                _fail(f"not enough memory ({error})", as_json)
+            except (ValueError, ImportError, WriterError) as error:
+                _fail(str(error), as_json)
+
+    app.command()(guarded)
+    return body
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cdr-kernel {cdr_kernel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@_command
+def demo(
+    min_relevance: Annotated[
+        float | None,
+        typer.Option(min=-1.0, max=1.0, callback=_no_nan, help="Cosine to the query that a fact must reach (0.30)."),
+    ] = None,
+    windows: Windows = None,
+    k: PerEnvelope = None,
+    as_json: AsJson = False,
+) -> None:
+    """Five windows on a packaged corpus, by relevance alone and by CDR. Needs no model and no network."""
+    from cdr_kernel import demo as packaged
+
+    corpus = packaged.load()
+    gate = packaged.MIN_RELEVANCE if min_relevance is None else min_relevance
+    runs = packaged.run_demo(corpus, min_relevance=gate, windows=windows, k=k)
+    closing = packaged.conclusion(runs)
+    if as_json:
+        print_json(
+            {
+                "task": corpus.task.id,
+                "facts": len(corpus.store),
+                "model": packaged.EMBEDDING_MODEL,
+                "min_relevance": gate,
+                "runs": {name: summary(record.windows) for name, record in runs.items()},
+                "conclusion": closing,
+            }
+        )
+        return
+    show(
+        f"{corpus.task.query}: {len(corpus.store)} facts, {len(corpus.task.items)} sub-topics, "
+        f"{packaged.EMBEDDING_MODEL}."
+    )
+    passing = {value: packaged.passing(corpus, value) for value in (CDR_MIN_RELEVANCE, gate)}
+    show(
+        f"Facts need a cosine of {gate:.12g} to the query: {passing[gate]} have it. The specification's "
+        f"{CDR_MIN_RELEVANCE:g}, which {passing[CDR_MIN_RELEVANCE]} have, is for models with higher cosines than this "
+        "one's. --min-relevance changes it."
+    )
+    for name, title in packaged.TITLES.items():
+        show("")
+        show(title)
+        show(_window_table(runs[name].windows))
+    show("")
+    show(LEGEND)
+    for window in runs["cdr"].windows:
+        show("")
+        show(f"CDR, window {window['number']}. {window['anchor'] or 'Nothing remains.'}")
+        for header, value in window["headers"].items():
+            show(f"{header}: {value}", indent=4)
+    show("")
+    show(_ending(runs["cdr"].windows))
+    show(closing)
+
+
+@_command
+def index(
+    facts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FACTS", help="JSONL or Parquet with text, and optionally id, source, importance, position."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="Folder of the store to write.")],
+    embeddings: Annotated[
+        str | None, typer.Option(metavar="E.npy", help="Vectors [N, D], one per fact (or FILE.npz:KEY).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model that made --embeddings.")] = None,
+    embed: EmbedOption = None,
+    dtype: Annotated[Dtype, typer.Option(help="What the store keeps vectors as.")] = Dtype.float32,
+    rows: Annotated[str | None, typer.Option(metavar="A:B", help="Only the facts in these rows (0-based).")] = None,
+    on_invalid: Annotated[
+        OnInvalid, typer.Option(help="A vector that is not finite or all zeros: refuse the file, or skip the fact.")
+    ] = OnInvalid.refuse,
+    as_json: AsJson = False,
+) -> None:
+    """Make a store from a file of facts and their embeddings."""
+    if (embeddings is None) == (embed is None):
+        raise typer.BadParameter("expected either --embeddings E.npy with --model, or --embed MODEL")
+    if embeddings is not None and not model:
+        raise typer.BadParameter("expected --model with --embeddings: the name of the model that made them")
+    if embed is not None and model not in (None, embed):
+        raise typer.BadParameter("--embed names the model: leave out --model")
+    start, stop = _row_range(rows)
+    check_store_folder(output)
+    source = embeddings if embed is None else _embedder(embed)
+    assert source is not None
+    file = FactFile(facts, source, start=start, stop=stop, name=embed or "")
+    with Progress("facts", len(file)) as advance:
+        store, skipped = file.build(
+            embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
+        )
+    save_store(store, output)
+    if skipped:
+        say(f"warning: {len(skipped)} facts left out, their vectors are not finite or all zeros: {_few(skipped)}")
+    if as_json:
+        print_json(
+            {
+                "store": str(output),
+                "facts": len(store),
+                "skipped": skipped,
+                "dim": store.dim,
+                "dtype": store.dtype.name,
+                "model": store.embedding_model,
+            }
+        )
+    else:
+        show(f"{output}: {len(store)} facts, {store.dim} x {store.dtype.name}, {store.embedding_model}")
+
+
+@_command
+def rank(
+    store: StoreArgument,
+    query: Annotated[str, typer.Option(metavar="Q", help="Q.npy, FILE.npz:KEY, or a text (needs a model, --embed).")],
+    min_relevance: Gate = CDR_MIN_RELEVANCE,
+    k: Annotated[int, typer.Option("--k", min=0, help="Facts to show.")] = 10,
+    model: Annotated[str | None, typer.Option(help="Model that made the vectors; refused unless the store's.")] = None,
+    embed: EmbedOption = None,
+    kind: KindOption = Kind.scan,
+    coverage: Annotated[
+        str | None, typer.Option(metavar="C.npy", help="Vectors [C, D] of what has been addressed.")
+    ] = None,
+    depths: Annotated[
+        str | None, typer.Option(metavar="D,D,...", help="Depth in 0..1 of each --coverage row, or one for all (0.5).")
+    ] = None,
+    residual: Annotated[str | None, typer.Option(metavar="R.npy", help="Vectors [R, D] of what remains.")] = None,
+    first_window_pull: Annotated[
+        bool, typer.Option("--first-window-pull", help="Let --residual pull without --coverage (reading R1).")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rank a store's facts for one query, with the numbers behind every score."""
+    if depths is not None and coverage is None:
+        raise typer.BadParameter("--depths goes with --coverage")
+    opened = cdr_kernel.FactStore.load(store)
+    if model not in (None, opened.embedding_model):
+        raise cdr_kernel.EmbeddingModelMismatch("--model", opened.embedding_model, model)
+    vector = _query_vector(query, opened, embed)
+    covered = None if coverage is None else read_vectors(coverage, opened.dim)
+    remaining = None if residual is None else read_vectors(residual, opened.dim)
+    if residual is not None and coverage is None and not first_window_pull:
+        say("warning: --residual pulls only beside --coverage (§2.7), or with --first-window-pull")
+    columns = cdr_kernel.Columns.spec(
+        vector,
+        coverage=covered,
+        depth_weights=None if covered is None else _depths(depths, len(covered)),
+        residual=remaining,
+        min_relevance=min_relevance,
+        first_window_pull=first_window_pull,
+    )
+    retriever, view = cdr_kernel.Retriever(opened, kind.value), opened.view()
+    rows = retriever.candidates(columns, view)
+    scores = cdr_kernel.cdr_score(
+        view.blocks,
+        columns,
+        rows=rows,
+        squared_norms=view.squared_norms,
+        importance=view.importance[rows],
+        k=k,
+    )
+    found = view.facts(scores.rows)
+    numbers = ("score", "relevance", "coverage", "residual_pull", "novelty")
+    if not len(rows):
+        _explain_gate(retriever, vector, min_relevance)
+    if as_json:
+        results = [
+            {
+                "rank": i + 1,
+                "id": fact.id,
+                **{name: getattr(scores, name)[i].item() for name in numbers},
+                "importance": fact.importance,
+                "source": fact.source,
+                "text": fact.text,
+            }
+            for i, fact in enumerate(found)
+        ]
+        print_json(
+            {
+                "store": str(store),
+                "model": opened.embedding_model,
+                "min_relevance": min_relevance,
+                "kind": kind.value,
+                "facts": len(opened),
+                "qualified": len(rows),
+                "results": results,
+            }
+        )
+        return
+    columns_shown = numbers[:2] if width() < FULL_WIDTH else numbers
+    names = [name.replace("_", " ") for name in columns_shown]
+    table = new_table([("rank", True), ("id", False), *((name, True) for name in names), ("text", False)])
+    for i, fact in enumerate(found):
+        values = [f"{getattr(scores, name)[i]:.3f}" for name in columns_shown]
+        table.add_row(str(i + 1), cell(fact.id), *values, cell(fact.text))
+    show(table)
+    show(f"{len(found)} of {len(rows)} facts at or above the gate of {min_relevance:.12g} ({len(opened)} in the store)")
+
+
+@_command
+def run(
+    store: StoreArgument,
+    task: Annotated[Path, typer.Argument(metavar="TASK.json", help="A task, or a file of tasks.")],
+    writer: Annotated[
+        str, typer.Option(metavar='extract|"COMMAND"', help="Copy the facts, or run a command: JSON in, text out.")
+    ],
+    task_id: Annotated[str | None, typer.Option(metavar="ID", help="Which task of the file (the first).")] = None,
+    vectors: Annotated[
+        Path | None, typer.Option(metavar="Q.npz", help='Arrays "INDEX:query" [D] and "INDEX:subs" [S, D].')
+    ] = None,
+    embed: EmbedOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="RUN.json", help="Write the whole run here.")
+    ] = None,
+    min_relevance: Gate = CDR_MIN_RELEVANCE,
+    windows: Windows = None,
+    k: PerEnvelope = None,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="Tokens per envelope (no limit).")] = None,
+    kind: KindOption = Kind.scan,
+    no_guard: Annotated[bool, typer.Option("--no-guard", help="Without the n-gram guard (§5).")] = False,
+    exclude_packed: Annotated[bool, typer.Option("--exclude-packed", help="Never pack a fact twice.")] = False,
+    writer_timeout: Annotated[
+        float, typer.Option(min=0.001, callback=_no_nan, help="Seconds a command may take per window.")
+    ] = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
+    if output is not None:
+        check_output(output)
+    opened = cdr_kernel.FactStore.load(store)
+    chosen = pick_task(read_tasks(task), task_id, task)
+    if embed not in (None, opened.embedding_model):
+        raise cdr_kernel.EmbeddingModelMismatch("--embed", opened.embedding_model, embed)
+    # To copy facts needs no model: their vectors are in the store.
+    encode = _embedder(embed) if embed is not None and (vectors is None or writer != "extract") else None
+    query, subs = _task_vectors(vectors, chosen, opened, encode)
+    session = cdr_kernel.Session(
+        chosen.sub_queries(subs),
+        embedding_model=opened.embedding_model,
+        min_relevance=min_relevance,
+        max_windows=windows or chosen.windows,
+        exclude_packed=exclude_packed,
+        guard=False if no_guard else None,
+    )
+    write = _writer(writer, opened, session, writer_timeout, encode)
+    retriever = cdr_kernel.Retriever(opened, kind.value)
+    per_envelope = k or chosen.k
+    settings = {
+        "min_relevance": min_relevance,
+        "windows": session.max_windows,
+        "k": per_envelope,
+        "token_budget": token_budget,
+        "kind": kind.value,
+        "guard": not no_guard,
+        "exclude_packed": exclude_packed,
+        "writer": writer,
+        "embed": embed,
+    }
+    record = RunRecord(chosen)
+
+    def save(complete: bool, error: str | None = None) -> None:
+        if output is not None:
+            about = {"path": str(store), "facts": len(opened), "dim": opened.dim, "dtype": opened.dtype.name}
+            write_json(
+                output,
+                record.document(
+                    settings=settings, model=opened.embedding_model, store=about, complete=complete, error=error
+                ),
+            )
+
+    try:
+        for window in cdr_kernel.run_windows(
+            write,
+            query,
+            retriever,
+            session,
+            token_budget=NO_BUDGET if token_budget is None else token_budget,
+            assess=write.assess,
+            k=per_envelope if token_budget is None else None,  # where everything fits, the rest need not be ranked
+            max_facts=per_envelope,
+        ):
+            record.add(window)
+            save(complete=False)
+            if writer != "extract" and window.output is not None:
+                say(f"window {window.number} of at most {session.max_windows}: {record.windows[-1]['words']} words")
+    except BaseException as error:
+        save(complete=False, error="interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
+        raise
+    save(complete=True)
+    last = record.windows[-1]
+    if not last["envelope"]["qualified"]:
+        _explain_gate(retriever, query, min_relevance)
+    if as_json:
+        print_json(
+            {
+                "task": chosen.id,
+                "model": opened.embedding_model,
+                "store": str(store),
+                "output": None if output is None else str(output),
+                "complete": True,
+                "completeness": session.completeness,
+                "exit": last["exit"],
+                "windows": summary(record.windows),
+            }
+        )
+        return
+    show(f"{chosen.query}: {len(chosen.items)} sub-topics, {len(opened)} facts, {opened.embedding_model}")
+    show(_window_table(record.windows))
+    show(_ending(record.windows))
+
+
+@_command
+def doctor(as_json: AsJson = False) -> None:
+    """Versions, SIMD, threads, GPU and which implementation is chosen."""
+    from cdr_kernel.doctor import diagnose, reason
+
+    found = diagnose()
+    if as_json:
+        print_json(found)
+        return
+    table = new_table([("", False), ("", False)])
+    for name, version in found["versions"].items():
+        table.add_row(name, version or "missing")
+    chosen = {
+        name: f"{found[key]}: {reason(on_cpu)}" if found[key] else "none"
+        for name, key, on_cpu in (
+            ("facts on the CPU", "impl_for_cpu", True),
+            ("facts on a GPU", "impl_for_cuda", False),
+        )
+    }
+    rows = {
+        "platform": found["platform"],
+        "SIMD": f"{found['simd'] or 'unknown'} (of {', '.join(found['simd_levels'] or ['unknown'])})",
+        "threads": str(found["threads"]),
+        "GPU": ", ".join(found["gpus"] or ["none"]),
+        "implementations": ", ".join(found["impls"]),
+        **chosen,
+        "environment": ", ".join(f"{name}={value}" for name, value in found["environment"].items()) or "nothing set",
+    }
+    for name, value in rows.items():
+        table.add_row(name, cell(value, wrap=True))
+    show(table)
+    for problem in found["problems"]:
+        say(f"warning: {problem}")
+
+
+def _row_range(rows: str | None) -> tuple[int, int | None]:
+    """A:B as (A, B); either may be left out."""
+    if rows is None:
+        return 0, None
+    start, colon, stop = rows.partition(":")
+    if not colon or not all(part == "" or (part.isascii() and part.isdecimal()) for part in (start, stop)):
+        raise typer.BadParameter(f"expected A:B, got {rows!r}", param_hint="--rows")
+    first, end = int(start or 0), int(stop) if stop else None
+    if end is not None and first >= end:
+        raise typer.BadParameter(f"expected A:B with A below B, got {rows!r}", param_hint="--rows")
+    return first, end
+
+
+def _embedder(model: str, store: cdr_kernel.FactStore | None = None) -> Callable[[list[str]], Any]:
+    from cdr_kernel.embedder import load_embedder
+
+    if store is not None and model != store.embedding_model:
+        raise cdr_kernel.EmbeddingModelMismatch("--embed", store.embedding_model, model)
+    return load_embedder(model)
+
+
+def _own_embedder(store: cdr_kernel.FactStore, otherwise: str) -> Callable[[list[str]], Any]:
+    """The store's model, where it is one that can be had here."""
+    from cdr_kernel.embedder import CARRIED
+
+    if store.embedding_model not in CARRIED:
+        raise typer.BadParameter(otherwise)
+    return _embedder(store.embedding_model)
+
+
+def _query_vector(query: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
+    if names_array(query):
+        if embed is not None:
+            raise typer.BadParameter(f"--embed is for a text, but --query {query!r} names an array")
+        return read_vector(query, store.dim)
+    if not query.strip():
+        raise typer.BadParameter("expected Q.npy, FILE.npz:KEY or a text", param_hint="--query")
+    if embed is not None:
+        return _embedder(embed, store)([query])[0]
+    return _own_embedder(store, f"--query {query!r} is a text: expected --embed MODEL, or a .npy file")([query])[0]
+
+
+def _task_vectors(
+    path: Path | None, task: Task, store: cdr_kernel.FactStore, encode: Callable[[list[str]], Any] | None
+) -> tuple[Any, Any]:
+    """The query [D] and the sub-queries [S, D] of a task."""
+    if path is not None:
+        return read_task_vectors(path, task, store.dim)
+    encode = encode or _own_embedder(store, "expected --vectors Q.npz, or --embed MODEL")
+    query, *subs = encode([task.query, *(item.text for item in task.items)])
+    return query, subs
+
+
+def _writer(
+    writer: str,
+    store: cdr_kernel.FactStore,
+    session: cdr_kernel.Session,
+    timeout: float,
+    encode: Callable[[list[str]], Any] | None,
+) -> ExtractWriter | CommandWriter:
+    if writer == "extract":
+        return ExtractWriter(store, session)
+    try:
+        return CommandWriter(writer, store, session, timeout=timeout, embed=encode)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--writer") from None
+
+
+def _depths(depths: str | None, entries: int) -> list[float]:
+    if depths is None:
+        return [DEFAULT_DEPTH] * entries
+    try:
+        values = [float(part) for part in depths.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0.0 <= value <= 1.0 for value in values) or len(values) not in (1, entries):
+        raise typer.BadParameter(
+            f"expected {entries} numbers in 0..1 with commas between (or one for all), got {depths!r}",
+            param_hint="--depths",
+        )
+    return values * entries if len(values) == 1 else values
+
+
+def _explain_gate(retriever: cdr_kernel.Retriever, query: Any, gate: float) -> None:
+    best = retriever.search(query, min_relevance=-1.0, k=1)
+    if len(best):
+        say(
+            f"warning: no fact reaches --min-relevance {gate:.12g}; the largest cosine to the query in this store is "
+            f"{best.relevance[0]:.3f}"
+        )
+
+
+def _few(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+
+
+def _ending(windows: Sequence[Mapping[str, Any]]) -> str:
+    """Why the last window was the last."""
+    last = windows[-1]
+    exit, report = last["exit"], last["report"] or next((w["report"] for w in reversed(windows) if w["report"]), None)
+    text = f"Ended after window {last['number']}: {exit['reason']}"
+    if not last["written"]:
+        text = f"Ended before window {last['number']} was written: {exit['reason']}"
+    if exit["also"]:
+        text += f", also {', '.join(exit['also'])}"
+    if exit["detail"]:
+        text += f" ({exit['detail']})"
+    return text + (f"; completeness {report['completeness_score']:.2f}." if report else ".")
+
+
+def _window_table(windows: Iterable[Mapping[str, Any]]) -> Table:
+    names = ["#", "facts", "fresh", "seen", "novelty", "least", "topics", "words", "new", "done"]
+    if width() < FULL_WIDTH:
+        names = [name for name in names if name not in ("facts", "least", "words", "new")]
+    table = new_table([*((name, True) for name in names), ("status", False)])
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    for window in windows:
+        report = window["report"]
+        cells = {
+            "#": str(window["number"]),
+            "facts": str(len(window["facts"])),
+            "fresh": str(window["fresh"]),
+            "seen": str(window["repeated"]),
+            "novelty": number(window["novelty_mean"]),
+            "least": number(window["novelty_min"]),
+            "topics": "-" if window["topics_reached"] is None else str(window["topics_reached"]),
+            "words": str(window["words"]),
+            "new": str(window["fresh_words"]),
+            "done": number(None if report is None else report["completeness_score"]),
+        }
+        status = window["headers"]["CRP-Context-Continuation-Status"] + ("" if window["written"] else ", not written")
+        table.add_row(*(cells[name] for name in names), status)
+    return table
+
+
+if __name__ == "__main__":
+    main()

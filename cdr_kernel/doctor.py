@@ -1,0 +1,81 @@
+"""What this machine offers and what the package makes of it: versions, SIMD, threads, GPU, implementations."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import cdr_kernel
+from cdr_kernel import _C
+from cdr_kernel.score import available_impls, choose_impl
+
+PREFIX = "CDR_KERNEL_"
+VARIABLES = ("CDR_DATA_DIR", "CDR_KERNEL_IMPL", "CDR_KERNEL_SIMD", "CDR_KERNEL_THREADS")
+
+
+def diagnose() -> dict[str, Any]:
+    """Rows by name; a row that cannot be found out says why in its text. problems: what should be put right."""
+    problems: list[str] = []
+
+    def attempt(name: str, find: Callable[[], Any]) -> Any:
+        try:
+            return find()
+        except Exception as error:  # a broken library must not keep the other rows away
+            problems.append(f"{name}: {error}")
+            return None
+
+    versions = {
+        "cdr_kernel": cdr_kernel.__version__,
+        "python": platform.python_version(),
+        "numpy": attempt("numpy", lambda: _version("numpy")),
+        "torch": attempt("torch", lambda: _version("torch")),
+        "faiss": attempt("faiss", lambda: _version("faiss")),
+        "pyarrow": attempt("pyarrow", lambda: _version("pyarrow")),
+    }
+    environment = {n: v for n, v in sorted(os.environ.items()) if n in VARIABLES or n.startswith(PREFIX)}
+    unknown = sorted(set(environment) - set(VARIABLES))
+    problems += [f"{name}: no such variable, expected one of {', '.join(VARIABLES)}" for name in unknown]
+    threads = os.environ.get("CDR_KERNEL_THREADS")
+    if threads is not None and not (threads.isascii() and threads.isdecimal() and int(threads) > 0):
+        problems.append(f"CDR_KERNEL_THREADS: expected an integer of at least 1, got {threads!r} (ignored)")
+    return {
+        "versions": versions,
+        "platform": f"{platform.system()} {platform.machine()} ({platform.platform(terse=True)})",
+        "simd": attempt("simd", _C.simd),
+        "simd_levels": attempt("simd_levels", _C.simd_levels),
+        "threads": attempt("threads", _C.threads),
+        "gpus": attempt("gpus", _gpus) if versions["torch"] else [],
+        "impls": list(available_impls()),
+        "impl_for_cpu": attempt("impl_for_cpu", lambda: choose_impl(None, True)),
+        "impl_for_cuda": attempt("impl_for_cuda", lambda: choose_impl(None, False)),
+        "environment": environment,
+        "problems": problems,
+    }
+
+
+def reason(on_cpu: bool) -> str:
+    """Why that implementation is chosen, in words."""
+    if os.environ.get("CDR_KERNEL_IMPL"):
+        return "CDR_KERNEL_IMPL says so"
+    return "every row exactly, on all threads" if on_cpu else "float32 where the rows are, then the exact routine"
+
+
+def _version(module: str) -> str:
+    try:
+        return str(import_module(module).__version__)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ImportError(f"not installed: pip install {'faiss-cpu' if module == 'faiss' else module}") from None
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [
+        f"{torch.cuda.get_device_name(i)}, {torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"
+        for i in range(torch.cuda.device_count())
+    ]

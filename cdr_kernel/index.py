@@ -1,0 +1,143 @@
+"""From a file of facts to a store, batch by batch, so that a million facts are never in memory twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cdr_kernel.files import FactBatch, FileError, count_facts, first_place, read_array, read_facts
+from cdr_kernel.store import FORMAT, FactStore
+
+Embed: TypeAlias = Callable[[list[str]], Any]
+
+_TEXTS_AT_ONCE = 256
+
+
+class FactFile:
+    """A file of facts with their vectors: read, checked, and put into a store.
+
+    embeddings: FILE.npy or FILE.npz:KEY, [N, D], row i for fact i; or a function from n texts to vectors [n, D].
+    start, stop: only these rows (0-based). Raises FileError where facts and vectors do not fit together.
+    """
+
+    def __init__(
+        self, path: Path, embeddings: str | Embed, *, start: int = 0, stop: int | None = None, name: str = ""
+    ) -> None:
+        next(read_facts(path, stop=1), None)  # whether this is a file of facts at all comes before their number
+        count = count_facts(path)
+        if count == 0:
+            raise FileError(f"{path}: expected at least one fact, found none")
+        if not start < (count if stop is None else stop) <= count:
+            raise FileError(f"{path}: expected the rows {start}:{'' if stop is None else stop}, found {count} facts")
+        self.path = path
+        self.start, self.stop = start, count if stop is None else stop
+        self._source = embeddings if isinstance(embeddings, str) else name
+        self._embed = None if isinstance(embeddings, str) else embeddings
+        self._vectors = None
+        if isinstance(embeddings, str):
+            self._vectors = read_array(embeddings, 2)
+            if len(self._vectors) != count:
+                raise FileError(
+                    f"{embeddings}: expected {count} rows (one per fact of {path}), got {len(self._vectors)}"
+                )
+            if self._vectors.shape[1] == 0:
+                raise FileError(f"{embeddings}: expected a dimension of at least 1, got 0")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def build(
+        self,
+        *,
+        embedding_model: str,
+        dtype: str = "float32",
+        on_invalid: str = "raise",
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> tuple[FactStore, list[str]]:
+        """A store of the facts, and the ids that on_invalid="skip" left out. advance: told of facts as they are done.
+
+        Raises FileError naming the place of an id that comes twice and of a vector that is not finite or all zeros.
+        """
+        store: FactStore | None = None
+        skipped: list[str] = []
+        for batch in read_facts(self.path, start=self.start, stop=self.stop):
+            rows = self._rows(batch, advance)
+            if store is None:
+                store = FactStore(rows.shape[1], embedding_model=embedding_model, dtype=dtype)
+            skipped += self._add(store, batch, rows, on_invalid)
+        if store is None or not len(store):
+            raise FileError(f"{self._source}: expected a vector that is finite and not zero, found none")
+        return store, skipped
+
+    def _rows(self, batch: FactBatch, advance: Callable[[int], None]) -> Any:
+        if self._vectors is not None:
+            advance(len(batch))
+            return self._vectors[batch.first : batch.first + len(batch)]
+        assert self._embed is not None
+        parts = []
+        for first in range(0, len(batch), _TEXTS_AT_ONCE):
+            texts = batch.texts[first : first + _TEXTS_AT_ONCE]
+            parts.append(self._embed(texts))
+            advance(len(texts))
+        return np.concatenate(parts)
+
+    def _add(self, store: FactStore, batch: FactBatch, rows: Any, on_invalid: str) -> tuple[str, ...]:
+        seen: set[str] = set()
+        for id, place in zip(batch.ids, batch.places, strict=True):
+            if id in seen or id in store:
+                first = first_place(self.path, id)
+                raise FileError(f"{self.path}, {place}: id: expected one that is new, got {id!r} as in {first}")
+            seen.add(id)
+        try:
+            return store.add(
+                batch.ids,
+                batch.texts,
+                rows,
+                importance=batch.importance,
+                source=batch.source,
+                position=batch.position,
+                on_invalid=on_invalid,
+            ).skipped
+        except ValueError:
+            with np.errstate(over="ignore", under="ignore"):
+                cast = np.asarray(rows).astype(store.dtype)
+            finite = np.isfinite(cast).all(axis=1)
+            wrong = np.flatnonzero(~(finite & cast.any(axis=1)))
+            if not len(wrong):
+                raise
+            i = int(wrong[0])
+            raise FileError(
+                f"{self._source}, row {batch.first + i} (fact {batch.ids[i]!r}, {batch.places[i]} of {self.path}): "
+                f"expected a vector that is finite and not zero as {store.dtype.name}, got one that is "
+                f"{'all zeros' if finite[i] else 'not finite'}; on_invalid 'skip' leaves such facts out"
+            ) from None
+
+
+def check_store_folder(folder: Path) -> None:
+    """Raises FileError unless a store may be saved there: nothing yet, an empty folder, or a store to replace."""
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder}: expected a store or a new folder, found a file")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    try:
+        found = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise FileError(f"{folder}: expected a store or an empty folder, found other files")
+
+
+def save_store(store: FactStore, folder: Path) -> None:
+    """Save a store; a folder that was made for it and stayed empty is removed again."""
+    check_store_folder(folder)
+    made = not folder.exists()
+    try:
+        store.save(folder)
+    except BaseException:
+        if made and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        raise

@@ -1,0 +1,158 @@
+"""Writers of a window: the packed facts themselves, or any command that reads JSON and prints text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
+from cdr_kernel.pack import Envelope
+from cdr_kernel.session import Session, WindowReport
+from cdr_kernel.store import FactStore
+from cdr_kernel.window import WindowPrompt
+
+Embed: TypeAlias = Callable[[list[str]], Any]
+
+
+class WriterError(RuntimeError):
+    """A command gave no text for a window; the message says which window and why."""
+
+
+class ExtractWriter:
+    """Writes the packed facts, one a line, and assesses them with the vectors that the store has for them.
+
+    Each sentence is embedded as the fact it stands in, so no model is needed. What an earlier window wrote counts for
+    nothing when it is written again. Writing and assessing take turns, as in `run_windows`: `assess` is about the
+    window that was written last.
+    """
+
+    def __init__(self, store: FactStore, session: Session) -> None:
+        self._store = store
+        self._session = session
+        self._thresholds = similarity_thresholds(store, session.sub_queries)
+        self._envelope: Envelope | None = None
+
+    def __call__(self, prompt: WindowPrompt) -> str:
+        """The text of the envelope."""
+        self._envelope = prompt.envelope
+        return prompt.envelope.text
+
+    def assess(self, output: str) -> WindowReport:
+        """What the output of the last call achieved (`cdr_kernel.assess`). ValueError for any other text."""
+        envelope = self._envelope
+        if envelope is None or output != envelope.text:
+            raise ValueError("output: expected the text that this writer wrote last")
+        view = self._store.view()
+        fresh = [fact for fact in envelope.facts if fact.id not in self._session.packed]
+        sequence = [fact.sequence for fact in fresh for _ in split_sentences(fact.text)]
+        rows = np.searchsorted(view.sequence, np.array(sequence, np.int64))
+        return assess(
+            "\n".join(fact.text for fact in fresh),
+            self._session.sub_queries,
+            lambda _: view.take(rows),
+            min_similarity=self._thresholds,
+            written=self._session.words,
+            embedding_model=self._session.embedding_model,
+        )
+
+
+class CommandWriter:
+    """Runs a command once a window: one JSON object on its standard input, the window's text on its output.
+
+    command: split as a shell would, but run without one. timeout: seconds per window, > 0. embed: sentences ->
+    vectors of the session's model; without it the output is assessed by shared words (`cdr_kernel.assess`).
+
+    The object has window (1-based), anchor, facts [{id, text, source, score}], backward_summary (string or null) and
+    remaining (labels). Raises ValueError for a command that cannot be split or is not found, `WriterError` where it
+    fails, takes too long, or prints nothing or no UTF-8.
+    """
+
+    def __init__(
+        self, command: str, store: FactStore, session: Session, *, timeout: float = 300.0, embed: Embed | None = None
+    ) -> None:
+        try:
+            self._argv = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"expected a command, got {command!r} ({error})") from None
+        if not self._argv or shutil.which(self._argv[0]) is None:
+            raise ValueError(f"expected a command that can be run, got {command!r}")
+        self._session = session
+        self._timeout = timeout
+        self._embed = embed
+        self._thresholds = None if embed is None else similarity_thresholds(store, session.sub_queries)
+
+    def __call__(self, prompt: WindowPrompt) -> str:
+        """The text the command printed."""
+        window = f"window {prompt.window}: the writer {self._argv[0]!r}"
+        raw, code = self._run(json.dumps(self._request(prompt)) + "\n", window)
+        if code != 0:
+            raise WriterError(f"{window} ended with exit status {code}, expected 0")
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise WriterError(
+                f"{window} printed byte 0x{raw[error.start]:02x} at {error.start}, expected UTF-8"
+            ) from None
+        if not text.strip():
+            raise WriterError(f"{window} printed nothing, expected the text of the window")
+        return text
+
+    def assess(self, output: str) -> WindowReport:
+        """What an output achieved (`cdr_kernel.assess`)."""
+        return assess(
+            output,
+            self._session.sub_queries,
+            self._embed,
+            min_similarity=self._thresholds,
+            written=self._session.words,
+            embedding_model=self._session.embedding_model,
+        )
+
+    def _request(self, prompt: WindowPrompt) -> dict[str, Any]:
+        ranking = prompt.envelope.ranking
+        return {
+            "window": prompt.window,
+            "anchor": prompt.anchor,
+            "facts": [
+                {"id": fact.id, "text": fact.text, "source": fact.source, "score": score}
+                for fact, score in zip(ranking.facts, ranking.score.tolist(), strict=True)
+            ],
+            "backward_summary": prompt.backward_summary,
+            "remaining": [item.label for item in self._session.residual],
+        }
+
+    def _run(self, request: str, window: str) -> tuple[bytes, int]:
+        try:
+            # A session of its own, so that what the command starts ends with it.
+            process = subprocess.Popen(
+                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=os.name != "nt"
+            )
+        except OSError as error:
+            raise WriterError(f"{window} could not be started ({error.strerror or error})") from None
+        with process:
+            try:
+                raw, _ = process.communicate(request.encode("ascii"), timeout=self._timeout)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                raise WriterError(f"{window} took longer than {self._timeout:g} s") from None
+            except BaseException:
+                _end(process)
+                raise
+        return raw, process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if os.name == "nt":
+        process.kill()
+        return
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+        os.killpg(process.pid, signal.SIGKILL)
