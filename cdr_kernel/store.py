@@ -505,15 +505,16 @@ class FactStore:
             view, next_sequence = self._view, self._next_sequence
         if folder.exists() and not folder.is_dir():
             raise FileExistsError(f"{folder}: expected a folder, found a file")
-        if folder.exists() and not (folder / _MANIFEST).exists() and any(folder.iterdir()):
+        if folder.exists() and any(folder.iterdir()) and not _is_store(folder):
             raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         data = folder / f"data-{secrets.token_hex(8)}"
-        data.mkdir()
         try:
+            data.mkdir()
             self._write(view, data, next_sequence)
         except BaseException:
-            shutil.rmtree(data, ignore_errors=True)
+            shutil.rmtree(folder if made else data, ignore_errors=True)
             raise
         for other in folder.glob("data-*"):
             if other != data:
@@ -659,6 +660,14 @@ def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
             offsets.append(offsets[-1] + len(utf8))
     with _synced(data / f"{name}_offsets.npy") as file:
         np.save(file, np.array(offsets, np.int64), allow_pickle=False)
+
+
+def _is_store(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -305,6 +305,17 @@ class TestSaveAndLoad:
         with pytest.raises(FileExistsError, match="found a file"):
             filled().save(tmp_path / "notes.txt")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt"]
+        for manifest in ('{"name": "a web app"}', "[1]", "not json"):
+            (tmp_path / "manifest.json").write_text(manifest)
+            with pytest.raises(FileExistsError, match="found other files"):
+                filled().save(tmp_path)
+            assert (tmp_path / "manifest.json").read_text() == manifest
+
+    def test_a_failed_save_leaves_no_new_folder(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(store_module, "_save_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            filled().save(tmp_path / "new")
+        assert not (tmp_path / "new").exists()
 
     def damage(self, tmp_path, what):
         filled().save(tmp_path)
