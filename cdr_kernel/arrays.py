@@ -90,8 +90,11 @@ def as_vector(x: Any, dim: int | None, name: str) -> Float64:
     return scale_rows(a[None])[0] if flags[0] else a
 
 
-def as_blocks(embeddings: Any) -> Blocks:
-    """embeddings, or a tuple of arrays, as a tuple of [N_i, D] arrays of one dtype and dimension."""
+def as_blocks(embeddings: Any, dim: int) -> Blocks:
+    """embeddings, or a tuple of arrays, as a tuple of [N_i, D] arrays of one dtype and dimension.
+
+    dim: the D of an empty list, which has none.
+    """
     if (
         isinstance(embeddings, tuple)
         and embeddings
@@ -106,7 +109,11 @@ def as_blocks(embeddings: Any) -> Blocks:
                 )
         return blocks
     a = as_array(embeddings, 2, "embeddings")
-    return (a,) if a.shape[1] else (np.zeros((0, 1)),)
+    if a.shape == (0, 0):
+        a = a.reshape(0, dim)
+    if a.shape[1] == 0:
+        raise ValueError(f"embeddings: expected at least one dimension, got shape {list(a.shape)}")
+    return (a,)
 
 
 def safe_blocks(blocks: Blocks, name: str = "embeddings") -> tuple[Blocks, Float64]:

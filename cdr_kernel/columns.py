@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,8 @@ class Columns:
         depths = as_array([] if depth_weights is None else depth_weights, 1, "depth_weights").astype(np.float64)
         if len(depths) != len(entries):
             raise ValueError(f"depth_weights: expected {len(entries)} (one per coverage entry), got {len(depths)}")
+        if isinstance(min_relevance, bool) or not isinstance(min_relevance, Real):
+            raise TypeError(f"min_relevance: expected a number, got {min_relevance!r}")
         outside = np.flatnonzero(~((depths >= 0.0) & (depths <= 1.0)))
         if len(outside):
             raise ValueError(f"depth_weights: expected 0 to 1, got {depths[outside[0]]} at entry {outside[0]}")

@@ -165,7 +165,9 @@ def cdr_score(
     check_k(k)
     on_host = not (is_tensor(embeddings) and embeddings.device.type != "cpu")
     impl = choose_impl(impl, on_host)
-    data: tuple[Any, ...] = as_blocks(embeddings) if on_host else _device_rows(embeddings)
+    data: tuple[Any, ...] = (
+        as_blocks(embeddings, sessions[0].dim if sessions else 1) if on_host else _device_rows(embeddings)
+    )
     n = sum(len(b) for b in data)
     for c in sessions:
         if data[0].shape[1] != c.dim:
@@ -174,6 +176,8 @@ def cdr_score(
         squared_norms = None
     elif squared_norms is None:
         data, squared_norms = safe_blocks(data)
+    elif squared_norms.shape != (n,):
+        raise ValueError(f"squared_norms: expected [{n}], got {list(squared_norms.shape)}")
     index = None if rows is None else _index(rows, n)
     count = n if index is None else len(index)
     weights = factor(importance, count, "importance")

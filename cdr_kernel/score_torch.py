@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cdr_kernel.score import Factors
 
 _CHUNK_BYTES = 64 << 20
+_TINY = float(np.finfo(np.float64).tiny)  # more than what scores lose that are too small for a full mantissa
 
 
 def torch_candidates(
@@ -75,6 +76,8 @@ class _Found:
         values = x * scale + shift
         size = scale.abs() + shift.abs()
         off = scale.abs() * bound + 4 * ulp * size
+        if c.coverage is not None:  # the one column that is no unit vector
+            off[COVERAGE] *= max(1.0, float(np.linalg.norm(c.coverage)))
         slack = off + 2 * ulp * gate.abs().nan_to_num(posinf=0.0)
         open_gate = gate == -torch.inf
         may = (values >= gate - slack) | open_gate
@@ -100,7 +103,7 @@ class _Found:
             novelty = novelty.clamp(max=1.0)
         strength = self._strength(start + positions.cpu().numpy())
         reach = effective.abs() + pull_off
-        error = strength * (reach * cover_off + novelty * pull_off + 8 * ulp * reach * (novelty + 1.0))
+        error = strength * (reach * cover_off + novelty * pull_off + 8 * ulp * reach * (novelty + 1.0)) + _TINY
         score = strength * effective * novelty
         self._upper.append((score + error).cpu().numpy())
         self._lower.append(torch.where(certain, score - error, -torch.inf).cpu().numpy())

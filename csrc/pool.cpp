@@ -5,6 +5,9 @@
 #include <cstdlib>
 #include <exception>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -49,7 +52,11 @@ class Pool {
  public:
   explicit Pool(int workers) {
     threads_.reserve(static_cast<std::size_t>(workers));
-    for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+    try {
+      for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {
+      // The machine has no more threads to give: the pool works with those it got.
+    }
   }
 
   ~Pool() {
@@ -128,7 +135,7 @@ class Pool {
 // may be held for ever, so the child leaves it alone and makes its own.
 struct Owned {
   long pid = process_id();
-  std::mutex in_use;
+  std::atomic<bool> in_use{false};  // not a mutex: a nested loop tries again on the thread that holds it
   Pool* pool = nullptr;
   int workers = -1;
 };
@@ -145,6 +152,21 @@ Owned& current() {
   return *o;
 }
 
+class Hold {
+ public:
+  explicit Hold(std::atomic<bool>& flag) : flag_(flag), got_(!flag.exchange(true, std::memory_order_acquire)) {}
+  ~Hold() {
+    if (got_) flag_.store(false, std::memory_order_release);
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+  bool got() const { return got_; }
+
+ private:
+  std::atomic<bool>& flag_;
+  const bool got_;
+};
+
 }  // namespace
 
 int threads() {
@@ -152,17 +174,21 @@ int threads() {
   return n >= 1 ? n : default_threads();
 }
 
-void set_threads(int n) { requested.store(n < kMaxThreads ? n : kMaxThreads, std::memory_order_relaxed); }
+void set_threads(int n) {
+  if (n < 0) throw std::invalid_argument("threads: expected at least 0, got " + std::to_string(n));
+  requested.store(n < kMaxThreads ? n : kMaxThreads, std::memory_order_relaxed);
+}
 
 void parallel_for(std::size_t blocks, const std::function<void(std::size_t)>& body) {
   const int n = blocks > 1 ? threads() : 1;
   if (n > 1) {
     Owned& o = current();
-    std::unique_lock<std::mutex> lock(o.in_use, std::try_to_lock);
-    if (lock.owns_lock()) {
+    const Hold hold(o.in_use);
+    if (hold.got()) {
       if (o.workers != n - 1) {
         delete o.pool;
         o.pool = nullptr;
+        o.workers = -1;
         o.pool = new Pool(n - 1);
         o.workers = n - 1;
       }
