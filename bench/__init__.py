@@ -1,0 +1,1 @@
+"""Benchmarks: ``pytest bench --benchmark-only`` for the small cases."""

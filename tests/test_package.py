@@ -1,0 +1,104 @@
+"""The public surface, the ladder of imports and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cdr_kernel
+from cdr_kernel import _C
+
+PACKAGE = Path(cdr_kernel.__file__).parent
+EDGES = {"files", "index", "terminal", "embedder", "record", "writer", "demo", "doctor", "cli"}
+LADDER = [
+    {"constants", "_C"},
+    {"reference", "arrays", "ngram"},
+    {"columns", "store"},
+    {"score", "score_torch"},
+    {"retrieve", "session", "assess"},
+    {"rank"},
+    {"pack"},
+    {"headers"},
+    {"window"},
+    EDGES,
+]
+HEAVY = {"torch", "faiss", "pyarrow", "typer", "rich", "sentence_transformers", "transformers", "pandas", "triton"}
+
+
+def imported(path):
+    """(modules of the package imported at the top level or under TYPE_CHECKING, others at the top level)."""
+    own, other = set(), set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "cdr_kernel":
+            parts = node.module.split(".")
+            own |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            other.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            other |= {alias.name.split(".")[0] for alias in node.names}
+    return own, other
+
+
+def modules():
+    found = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    return {**found, "demo": PACKAGE / "demo" / "__init__.py"}
+
+
+def test_imports_go_down_only():
+    level = {name: i for i, names in enumerate(LADDER) for name in names}
+    assert set(modules()) <= set(level), "a new module needs its rung"
+    for name, path in modules().items():
+        own, _ = imported(path)
+        for target in own & set(level):
+            same_rung = {name, target} <= EDGES or (name, target) == ("assess", "session")
+            assert level[target] < level[name] or same_rung, f"{name} imports {target}"
+        if name == "reference":
+            assert own == {"constants"}
+
+
+def test_heavy_packages_are_imported_where_they_are_used():
+    for name, path in modules().items():
+        allowed = {"score_torch": {"torch"}, "cli": {"typer"}}.get(name, set())
+        assert not (imported(path)[1] & HEAVY) - allowed, name
+
+
+def test_an_import_is_quick_and_loads_nothing_heavy():
+    script = "import sys, cdr_kernel; print(*sorted(sys.modules))"
+    fastest = 9.0
+    for _ in range(3):
+        start = time.perf_counter()
+        out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        fastest = min(fastest, time.perf_counter() - start)
+        assert not HEAVY & set(out.stdout.split())
+    assert fastest < 3.0  # 0.2 s here; a loose bound that only torch or faiss would break
+
+
+def test_the_public_surface_is_sorted_complete_and_documented():
+    names = cdr_kernel.__all__
+    assert names == sorted(names)
+    public = {n for n in vars(cdr_kernel) if not n.startswith("_")} - set(modules()) - {"annotations"}
+    assert public - {"PackageNotFoundError", "version"} <= set(names)
+    for name in names:
+        value = getattr(cdr_kernel, name)
+        if callable(value):
+            assert value.__doc__, name
+            assert not value.__doc__.startswith(f"{name}("), f"{name} has only a generated docstring"
+
+
+@pytest.mark.parametrize("name", [n for n in cdr_kernel.__all__ if isinstance(getattr(cdr_kernel, n), type)])
+def test_public_methods_are_documented(name):
+    for method, value in vars(getattr(cdr_kernel, name)).items():
+        if not method.startswith("_") and callable(getattr(value, "fget", value)):
+            assert value.__doc__, f"{name}.{method}"
+
+
+def test_the_stub_names_what_the_module_has():
+    stub = (PACKAGE / "_C.pyi").read_text()
+    named = set(re.findall(r"^(?:def|class) (\w+)", stub, re.M))
+    assert named == {n for n in vars(_C) if not n.startswith("_")}
