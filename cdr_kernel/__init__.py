@@ -16,7 +16,7 @@ from cdr_kernel.assess import assess
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import Depth
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
-from cdr_kernel.ngram import NGramGuard, tokenize
+from cdr_kernel.ngram import NGramGuard, repetition, tokenize
 from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking, cdr_rank
 from cdr_kernel.retrieve import Candidates, Retriever
@@ -62,6 +62,7 @@ __all__ = [
     "guarantee_holds",
     "pack_facts",
     "reference",
+    "repetition",
     "run_windows",
     "tokenize",
 ]

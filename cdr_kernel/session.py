@@ -46,7 +46,7 @@ from cdr_kernel.constants import (
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
 )
-from cdr_kernel.ngram import NGramGuard, Tokenizer
+from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
 from cdr_kernel.store import EmbeddingModelMismatch
 
 if TYPE_CHECKING:
@@ -551,7 +551,7 @@ class Session:
         """The full state, embeddings and blacklist hashes included, as canonical JSON (schema 1).
 
         Vectors are base64 of little-endian float64, hashes of little-endian uint64. A replaced tokenizer goes
-        in by its name only.
+        in by its name only, a hash key by its fingerprint.
         """
         state = self._state
         return _canonical(
@@ -585,26 +585,20 @@ class Session:
                 "words": state.words,
                 "packed": state.packed,
                 "safety_budget": state.safety_budget,
-                "guard": None
-                if state.guard is None
-                else {
-                    "n": state.guard.n,
-                    "tokenizer": state.guard.tokenizer_name,
-                    "hashes": _pack_array(state.guard.hashes, "<u8"),
-                },
+                "guard": None if state.guard is None else _pack_guard(state.guard),
             }
         )
 
     @classmethod
-    def from_json(cls, text: str, *, tokenizer: Tokenizer | None = None) -> Self:
+    def from_json(cls, text: str, *, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None) -> Self:
         """The session that `to_json` wrote, equal to the last bit.
 
-        tokenizer: needed when the guard's was replaced; its name must be the one in the file.
+        tokenizer, hash_key: needed when the guard had its own; name and fingerprint must be those in the file.
         ValueError that says what is wrong for anything that `to_json` does not write.
         """
         data = _parse(text)
         try:
-            return cls._from_data(data, tokenizer)
+            return cls._from_data(data, tokenizer, hash_key)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a session: {_message(error)}") from error
 
@@ -629,7 +623,7 @@ class Session:
             "completeness": state.completeness,
             "words": [state.words[item.id] for item in self.sub_queries],
             "safety_budget": state.safety_budget,
-            "guard": None if state.guard is None else [state.guard.n, state.guard.tokenizer_name],
+            "guard": None if state.guard is None else _guard_settings(state.guard),
             "packed": state.packed if self.exclude_packed else {},
             "sha256": self._coverage_hash(state),
         }
@@ -770,6 +764,7 @@ class Session:
         blacklist_kept = (
             base.guard is None
             or state.guard is None
+            or state.guard.max_ngrams is not None  # which forgets
             or bool(np.isin(base.guard.hashes, state.guard.hashes, assume_unique=True).all())
         )
         continues = (
@@ -808,7 +803,7 @@ class Session:
         return hashlib.sha256(_canonical(content).encode("ascii")).hexdigest()
 
     @classmethod
-    def _from_data(cls, data: dict[str, Any], tokenizer: Tokenizer | None) -> Self:
+    def _from_data(cls, data: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None) -> Self:
         fields = (
             "schema id dim settings sub_queries coverage residual window_count completeness words packed "
             "safety_budget guard"
@@ -824,18 +819,8 @@ class Session:
             sub_queries.append(SubQuery(**{**item, "embedding": _unpack_array(item["embedding"], "<f8", where, dim)}))
         guard: NGramGuard | Literal[False] = False
         if data["guard"] is not None:
-            stored = data["guard"]
-            _check_fields(stored, "n tokenizer hashes", "the guard")
-            guard = NGramGuard.from_hashes(
-                _unpack_array(stored["hashes"], "<u8", "the hashes of the guard"),
-                n=check_integer(stored["n"], "n of the guard", 1),
-                tokenizer=tokenizer,
-            )
-            if guard.tokenizer_name != stored["tokenizer"]:
-                raise ValueError(
-                    f"the guard was made with tokenizer {stored['tokenizer']!r}, got "
-                    f"{guard.tokenizer_name!r}: pass tokenizer="
-                )
+            stored = _unpack_guard(data["guard"])
+            guard = NGramGuard.from_state(stored, tokenizer=tokenizer, hash_key=hash_key)
         _check_text(data["id"], "id")
         session = cls._from_settings(data, sub_queries, guard)
         coverage = []
@@ -936,13 +921,40 @@ def _token_guard(stored: object, guard: NGramGuard | None) -> NGramGuard | Liter
         if guard is not None:
             raise ValueError("the session of the token has no n-gram guard, got one")
         return False
-    if not isinstance(stored, list) or len(stored) != 2:
-        raise ValueError(f"guard must be null or [n, tokenizer], got {stored!r}")
-    own = NGramGuard(check_integer(stored[0], "n of the guard", 1)) if guard is None else guard
-    if [own.n, own.tokenizer_name] != stored:
-        got = [own.n, own.tokenizer_name]
-        raise ValueError(f"the token is of an n-gram guard {stored}, got {got}: pass guard=")
+    if not isinstance(stored, list) or len(stored) != 5:
+        raise ValueError(f"guard must be null or [n, tokenizer, key, exact, max_ngrams], got {stored!r}")
+    n, _, _, exact, max_ngrams = stored
+    own = NGramGuard(n, exact=exact, max_ngrams=max_ngrams) if guard is None else guard
+    if _guard_settings(own) != stored:
+        raise ValueError(f"the token is of an n-gram guard {stored}, got {_guard_settings(own)}: pass guard=")
     return own
+
+
+def _guard_settings(guard: NGramGuard) -> list[object]:
+    return [guard.n, guard.tokenizer_name, guard.key_fingerprint, guard.exact, guard.max_ngrams]
+
+
+def _pack_guard(guard: NGramGuard) -> dict[str, object]:
+    state = guard.state()
+    state["hashes"] = [_pack_array(hashes, "<u8") for hashes in state["hashes"]]
+    if state["tokens"] is not None:
+        # bytes, since JSON would take two lone surrogates of a token for one character
+        text = json.dumps(state["tokens"], ensure_ascii=False, separators=(",", ":"))
+        state["tokens"] = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+    return state
+
+
+def _unpack_guard(data: object) -> dict[str, Any]:
+    _check_fields(data, "n tokenizer key exact max_ngrams hashes tokens", "the guard")
+    assert isinstance(data, dict)
+    state = dict(data)
+    state["hashes"] = [
+        _unpack_array(hashes, "<u8", "the hashes of the guard") for hashes in _check_list(state["hashes"], "hashes")
+    ]
+    if state["tokens"] is not None:
+        raw = _unpack_array(state["tokens"], "u1", "the tokens of the guard").tobytes()
+        state["tokens"] = _check_list(json.loads(raw.decode("utf-8", "surrogatepass")), "tokens")
+    return state
 
 
 def _canonical(value: object) -> str:

@@ -172,8 +172,7 @@ cdr::Simd simd_named(const std::string& name) {
 namespace {
 namespace ngram_binding {
 
-using Offsets = py::array_t<std::int64_t, py::array::c_style>;
-using Hashes = py::array_t<std::uint64_t, py::array::c_style>;
+namespace ng = cdr::ngram;
 
 // The vector itself becomes the array's memory.
 template <class T>
@@ -184,32 +183,58 @@ py::array_t<T> take(std::vector<T>&& values) {
                         kept->data(), owner);
 }
 
-py::tuple take(cdr::ngram::Ragged&& ragged) {
-  return py::make_tuple(take(std::move(ragged.offsets)), take(std::move(ragged.values)));
+// The bytes of ASCII str and of bytes objects, in place; the list must outlive them.
+std::vector<std::string_view> views_of(const py::list& strings, const char* name) {
+  std::vector<std::string_view> views;
+  views.reserve(strings.size());
+  for (const py::handle item : strings) {
+    PyObject* object = item.ptr();
+    if (PyUnicode_Check(object) && PyUnicode_IS_ASCII(object)) {
+      views.emplace_back(static_cast<const char*>(PyUnicode_DATA(object)),
+                         static_cast<std::size_t>(PyUnicode_GET_LENGTH(object)));
+    } else if (PyBytes_Check(object)) {
+      views.emplace_back(PyBytes_AS_STRING(object), static_cast<std::size_t>(PyBytes_GET_SIZE(object)));
+    } else {
+      throw py::type_error(std::string(name) + ": expected str of ASCII, or bytes");
+    }
+  }
+  return views;
 }
 
-// The number of rows.
-std::size_t check_rows(const Offsets& offsets, std::size_t end) {
-  if (offsets.ndim() != 1 ||
-      !cdr::ngram::valid_offsets(offsets.data(), static_cast<std::size_t>(offsets.size()),
-                                 static_cast<std::int64_t>(end))) {
-    throw std::invalid_argument("offsets: expected int64 [M + 1], ascending from 0 to " + std::to_string(end));
-  }
-  return static_cast<std::size_t>(offsets.size()) - 1;
+ng::Key key_from(const std::pair<std::uint64_t, std::uint64_t>& key, int bits) {
+  expect(bits >= 1 && bits <= ng::kTokenBits, "bits: expected 1 to " + std::to_string(ng::kTokenBits));
+  return {key.first, key.second, bits};
 }
 
-std::size_t check_rows(const Offsets& offsets, const Hashes& hashes) {
-  if (hashes.ndim() != 1) {
-    throw std::invalid_argument("hashes: expected 1 dimension, got " + std::to_string(hashes.ndim()));
+// A tuple of (offsets int64 [R + 1], tokens uint8 [kTokenBytes * T]). The arrays must outlive the TokenRows.
+ng::TokenRows tokens_from(const py::tuple& blocks) {
+  ng::TokenRows rows;
+  expect(!blocks.empty(), "tokens: expected at least one block");
+  for (const py::handle item : blocks) {
+    expect(py::isinstance<py::tuple>(item) && py::len(item) == 2, "tokens: expected blocks of (offsets, tokens)");
+    const py::tuple pair = py::reinterpret_borrow<py::tuple>(item);
+    expect(py::isinstance<Array<std::int64_t>>(pair[0]) && py::isinstance<Array<std::uint8_t>>(pair[1]),
+           "tokens: expected C-ordered int64 offsets and uint8 tokens");
+    const auto offsets = py::reinterpret_borrow<Array<std::int64_t>>(pair[0]);
+    const auto tokens = py::reinterpret_borrow<Array<std::uint8_t>>(pair[1]);
+    expect(offsets.ndim() == 1 && offsets.shape(0) >= 1, "tokens: expected offsets [R + 1]");
+    expect(reinterpret_cast<std::uintptr_t>(offsets.data()) % alignof(std::int64_t) == 0,
+           "tokens: expected aligned offsets");
+    expect(tokens.ndim() == 1 && tokens.shape(0) % ng::kTokenBytes == 0,
+           "tokens: expected " + std::to_string(ng::kTokenBytes) + " bytes a token");
+    rows.blocks.push_back(
+        {offsets.data(), tokens.data(), offsets.shape(0) - 1, tokens.shape(0) / ng::kTokenBytes});
   }
-  return check_rows(offsets, static_cast<std::size_t>(hashes.size()));
+  return rows;
 }
 
 void check_n(int n) {
-  if (n < 1 || n > cdr::ngram::kMaxN) {
-    throw std::invalid_argument("n: expected 1 to " + std::to_string(cdr::ngram::kMaxN) + ", got " +
-                                std::to_string(n));
-  }
+  expect(n >= 1 && n <= ng::kMaxN, "n: expected 1 to " + std::to_string(ng::kMaxN) + ", got " + std::to_string(n));
+}
+
+const Array<std::uint64_t>& check_hashes(const Array<std::uint64_t>& hashes) {
+  expect(hashes.ndim() == 1, "hashes: expected 1 dimension, got " + std::to_string(hashes.ndim()));
+  return hashes;
 }
 
 }  // namespace ngram_binding
@@ -218,57 +243,78 @@ void check_n(int n) {
 void bind_ngram(py::module_& m) {
   namespace nb = ngram_binding;
   namespace ng = cdr::ngram;
+  using KeyPair = std::pair<std::uint64_t, std::uint64_t>;
 
   m.def(
       "hash_texts",
-      [](const py::bytes& blob, const nb::Offsets& offsets, std::uint64_t key) {
-        const std::string_view bytes = blob;
-        const std::size_t texts = nb::check_rows(offsets, bytes.size());
-        const std::int64_t* at = offsets.data();
-        ng::Ragged result;
+      [](const py::list& texts, const KeyPair& key, int bits) {
+        const ng::Key k = nb::key_from(key, bits);
+        const std::vector<std::string_view> views = nb::views_of(texts, "texts");
+        std::vector<std::int64_t> offsets(views.size() + 1);
+        std::vector<std::uint8_t> tokens;
         {
           py::gil_scoped_release release;
-          result = ng::hash_texts(bytes.data(), at, texts, key);
+          ng::count_tokens(views.data(), views.size(), offsets.data());
+          tokens.resize(static_cast<std::size_t>(offsets.back()) * ng::kTokenBytes);
+          ng::hash_texts(views.data(), views.size(), k, offsets.data(), tokens.data());
         }
-        return nb::take(std::move(result));
+        return py::make_tuple(nb::take(std::move(offsets)), nb::take(std::move(tokens)));
       },
-      py::arg("blob"), py::arg("offsets").noconvert(), py::kw_only(), py::arg("key"),
-      "Token hashes of texts in one blob, text i at blob[offsets[i]:offsets[i + 1]]: (offsets int64 [M + 1], "
-      "hashes uint64). An ASCII text comes as it is, another as its folded tokens in UTF-8 parted by spaces.");
+      py::arg("texts"), py::kw_only(), py::arg("key"), py::arg("bits"),
+      "Token hashes of texts: (offsets int64 [M + 1], tokens uint8 [7 * T]). An ASCII text comes as it is, "
+      "another as bytes: its folded tokens in UTF-8 parted by spaces.");
 
   m.def(
       "hash_tokens",
-      [](const py::bytes& blob, const nb::Offsets& offsets, std::uint64_t key) {
-        const std::string_view bytes = blob;
-        const std::size_t tokens = nb::check_rows(offsets, bytes.size());
-        const std::int64_t* at = offsets.data();
-        std::vector<std::uint64_t> result;
+      [](const py::list& tokens, const KeyPair& key, int bits) {
+        const ng::Key k = nb::key_from(key, bits);
+        const std::vector<std::string_view> views = nb::views_of(tokens, "tokens");
+        std::vector<std::uint8_t> result;
         {
           py::gil_scoped_release release;
-          result.resize(tokens);
-          ng::hash_tokens(bytes.data(), at, tokens, key, result.data());
+          result.resize(views.size() * ng::kTokenBytes);
+          ng::hash_tokens(views.data(), views.size(), k, result.data());
         }
         return nb::take(std::move(result));
       },
-      py::arg("blob"), py::arg("offsets").noconvert(), py::kw_only(), py::arg("key"),
-      "Hashes of tokens in one blob, token i at blob[offsets[i]:offsets[i + 1]]: uint64 [T].");
+      py::arg("tokens"), py::kw_only(), py::arg("key"), py::arg("bits"),
+      "Hashes of tokens, str of ASCII or bytes: uint8 [7 * T].");
+
+  m.def(
+      "take_tokens",
+      [](const py::tuple& blocks, const std::optional<Array<std::int64_t>>& index) {
+        const ng::TokenRows rows = nb::tokens_from(blocks);
+        const auto count = static_cast<std::size_t>(check_index(index, rows.size()));
+        const std::int64_t* which = index ? index->data() : nullptr;
+        std::vector<std::int64_t> offsets(count + 1);
+        std::vector<std::uint8_t> tokens;
+        {
+          py::gil_scoped_release release;
+          ng::take_offsets(rows, which, count, offsets.data());
+          tokens.resize(static_cast<std::size_t>(offsets.back()) * ng::kTokenBytes);
+          ng::take_tokens(rows, which, count, offsets.data(), tokens.data());
+        }
+        return py::make_tuple(nb::take(std::move(offsets)), nb::take(std::move(tokens)));
+      },
+      py::arg("blocks"), py::arg("index"), "The rows of index (None: all) as one block: (offsets, tokens), copied.");
 
   m.def(
       "token_ngrams",
-      [](const nb::Offsets& offsets, const nb::Hashes& tokens, int n) {
+      [](const py::tuple& blocks, int n) {
         nb::check_n(n);
-        const std::size_t rows = nb::check_rows(offsets, tokens);
-        const std::int64_t* at = offsets.data();
-        const std::uint64_t* values = tokens.data();
-        ng::Ragged result;
+        const ng::TokenRows rows = nb::tokens_from(blocks);
+        std::vector<std::int64_t> offsets(static_cast<std::size_t>(rows.size()) + 1);
+        std::vector<std::uint64_t> hashes;
         {
           py::gil_scoped_release release;
-          result = ng::ngrams(at, values, rows, n);
+          ng::ngram_offsets(rows, n, offsets.data());
+          hashes.resize(static_cast<std::size_t>(offsets.back()));
+          ng::ngrams(rows, n, offsets.data(), hashes.data());
         }
-        return nb::take(std::move(result));
+        return py::make_tuple(nb::take(std::move(offsets)), nb::take(std::move(hashes)));
       },
-      py::arg("offsets").noconvert(), py::arg("tokens").noconvert(), py::arg("n"),
-      "Hashes of the n-grams of each row of token hashes, in order, repeats kept: (offsets, hashes).");
+      py::arg("blocks"), py::arg("n"),
+      "Hashes of the n-grams of each row of tokens, in order, repeats kept: (offsets int64 [R + 1], uint64 [H]).");
 
   py::class_<ng::HashSet>(m, "HashSet",
                           "An immutable set of 64-bit hashes; union() makes a new one, so readers need no lock.")
@@ -277,11 +323,8 @@ void bind_ngram(py::module_& m) {
       .def_property_readonly("nbytes", &ng::HashSet::bytes)
       .def(
           "union",
-          [](const ng::HashSet& self, const nb::Hashes& hashes) {
-            if (hashes.ndim() != 1) {
-              throw std::invalid_argument("hashes: expected 1 dimension, got " + std::to_string(hashes.ndim()));
-            }
-            const std::uint64_t* values = hashes.data();
+          [](const ng::HashSet& self, const Array<std::uint64_t>& hashes) {
+            const std::uint64_t* values = nb::check_hashes(hashes).data();
             const auto count = static_cast<std::size_t>(hashes.size());
             py::gil_scoped_release release;
             ng::HashSet result = self;
@@ -301,38 +344,32 @@ void bind_ngram(py::module_& m) {
           },
           "All hashes, ascending: uint64 [len].")
       .def(
-          "overlap",
-          [](const ng::HashSet& self, const nb::Offsets& offsets, const nb::Hashes& hashes) {
-            const std::size_t rows = nb::check_rows(offsets, hashes);
-            const std::int64_t* at = offsets.data();
-            const std::uint64_t* values = hashes.data();
-            std::vector<std::int32_t> result;
-            {
-              py::gil_scoped_release release;
-              result.resize(rows);
-              ng::overlap(self, at, values, rows, result.data());
-            }
-            return nb::take(std::move(result));
+          "contains",
+          [](const ng::HashSet& self, const Array<std::uint64_t>& hashes) {
+            const std::uint64_t* values = nb::check_hashes(hashes).data();
+            Array<bool> found(hashes.size());
+            bool* out = found.mutable_data();
+            const auto count = static_cast<std::size_t>(hashes.size());
+            py::gil_scoped_release release;
+            for (std::size_t i = 0; i < count; ++i) out[i] = self.contains(values[i]);
+            return found;
           },
-          py::arg("offsets").noconvert(), py::arg("hashes").noconvert(),
-          "Number of distinct hashes of each row that are in the set: int32 [M].")
+          py::arg("hashes").noconvert(), "Which of these are in the set: bool [H].")
       .def(
-          "overlap_tokens",
-          [](const ng::HashSet& self, const nb::Offsets& offsets, const nb::Hashes& tokens, int n) {
+          "overlap",
+          [](const ng::HashSet& self, const py::tuple& blocks, const std::optional<Array<std::int64_t>>& index, int n) {
             nb::check_n(n);
-            const std::size_t rows = nb::check_rows(offsets, tokens);
-            const std::int64_t* at = offsets.data();
-            const std::uint64_t* values = tokens.data();
-            std::vector<std::int32_t> result;
-            {
-              py::gil_scoped_release release;
-              result.resize(rows);
-              ng::overlap_tokens(self, at, values, rows, n, result.data());
-            }
-            return nb::take(std::move(result));
+            const ng::TokenRows rows = nb::tokens_from(blocks);
+            const auto count = static_cast<std::size_t>(check_index(index, rows.size()));
+            const std::int64_t* which = index ? index->data() : nullptr;
+            Array<std::int32_t> result(static_cast<py::ssize_t>(count));
+            std::int32_t* out = result.mutable_data();
+            py::gil_scoped_release release;
+            ng::overlap(self, rows, which, count, n, out);
+            return result;
           },
-          py::arg("offsets").noconvert(), py::arg("tokens").noconvert(), py::arg("n"),
-          "overlap() over the n-grams of rows of token hashes: int32 [M].");
+          py::arg("blocks"), py::arg("index"), py::arg("n"),
+          "How many distinct n-grams of each row of index (None: of all) are in the set: int32 [M].");
 }
 
 PYBIND11_MODULE(_C, m) {

@@ -1,58 +1,94 @@
-// N-grams of tokens as 64-bit hashes: tokens, rolling hash, a set of hashes, counts of distinct matches.
+// N-grams of tokens as 64-bit hashes: token hashes of texts, rolling hash, a set of hashes, and how many
+// distinct n-grams of a text are in the set.
 //
-// Rows are ragged: row i of M is values[offsets[i]] .. values[offsets[i + 1]), offsets has M + 1 entries.
-// Every function is pure and takes a pointer to the first of the rows to do, so blocks of rows can run
-// on several threads. Callers have checked offsets with valid_offsets() and n with 1 <= n <= kMaxN.
+// A token is hashed once; its hash takes kTokenBytes bytes, little-endian. Rows of tokens are ragged: row i of a
+// block is tokens offsets[i] .. offsets[i + 1), and a store has one or two blocks, read one after the other.
+// Callers have checked n with 1 <= n <= kMaxN and rows against TokenRows::size(); damaged offsets are found when
+// their row is read.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 namespace cdr::ngram {
 
 inline constexpr int kMaxN = 32;
+inline constexpr int kTokenBytes = 7;
+inline constexpr int kTokenBits = 8 * kTokenBytes;
 
-struct Ragged {
-  std::vector<std::int64_t> offsets{0};
-  std::vector<std::uint64_t> values;
+// 128 bits; bits < kTokenBits keeps that many of each token's hash, for tests of collisions.
+struct Key {
+  std::uint64_t first;
+  std::uint64_t second;
+  int bits = kTokenBits;
 };
 
-// Whether offsets[0..count) is 0 <= ... <= end without a step back, starting at 0 and ending at end.
-bool valid_offsets(const std::int64_t* offsets, std::size_t count, std::int64_t end);
+// SipHash-1-3: a keyed hash whose collisions cannot be made without the key.
+std::uint64_t sip_hash(std::string_view bytes, Key key);
 
-// SipHash-1-3 with the 128-bit key (key, mix(key)): a keyed hash whose collisions cannot be made
-// without the key. Key 0 is the all-zero key.
-std::uint64_t hash_bytes(const char* bytes, std::size_t size, std::uint64_t key);
+// offsets[0 .. texts], where tokens are runs of ASCII letters and digits and of bytes >= 0x80.
+void count_tokens(const std::string_view* texts, std::size_t count, std::int64_t* offsets);
 
-// Hashes of the tokens of each text: runs of ASCII letters and digits, folded to lower case, and of
-// bytes >= 0x80, taken as they are. So ASCII texts come as they are, and a text with other characters
-// comes as its tokens (folded, UTF-8) parted by spaces. Offsets count bytes of blob.
-Ragged hash_texts(const char* blob, const std::int64_t* offsets, std::size_t texts, std::uint64_t key);
+// The hashes of these tokens, ASCII letters folded to lower case and bytes >= 0x80 taken as they are. So ASCII
+// texts come as they are, and a text with other characters comes as its tokens (folded, UTF-8) parted by spaces.
+void hash_texts(const std::string_view* texts, std::size_t count, Key key, const std::int64_t* offsets,
+                std::uint8_t* out);
 
-// out[i] is the hash of token i, whatever bytes it holds.
-void hash_tokens(const char* blob, const std::int64_t* offsets, std::size_t tokens, std::uint64_t key,
-                 std::uint64_t* out);
+// The hash of each token, whatever bytes it holds.
+void hash_tokens(const std::string_view* tokens, std::size_t count, Key key, std::uint8_t* out);
 
-// Hashes of the n-grams of each row of token hashes, in order, repeats kept.
-Ragged ngrams(const std::int64_t* offsets, const std::uint64_t* tokens, std::size_t rows, int n);
+struct TokenBlock {
+  const std::int64_t* offsets;  // rows + 1
+  const std::uint8_t* tokens;
+  std::int64_t rows;
+  std::int64_t count;  // tokens that there are
+};
 
-// A set of 64-bit hashes, open addressing, at most half full.
+struct TokenRow {
+  const std::uint8_t* tokens;
+  std::int64_t count;
+};
+
+struct TokenRows {
+  std::vector<TokenBlock> blocks;
+
+  std::int64_t size() const {
+    std::int64_t n = 0;
+    for (const TokenBlock& b : blocks) n += b.rows;
+    return n;
+  }
+
+  // Throws std::invalid_argument where the offsets of the row do not lie in its block.
+  TokenRow at(std::int64_t row) const;
+};
+
+// offsets[0 .. count] of these rows (all rows, in order, where index is null) put one after the other.
+void take_offsets(const TokenRows& rows, const std::int64_t* index, std::size_t count, std::int64_t* offsets);
+
+// Their tokens.
+void take_tokens(const TokenRows& rows, const std::int64_t* index, std::size_t count, const std::int64_t* offsets,
+                 std::uint8_t* out);
+
+// offsets[0 .. rows] of the n-grams of all rows.
+void ngram_offsets(const TokenRows& rows, int n, std::int64_t* offsets);
+
+// Hashes of the n-grams of each row, in order, repeats kept.
+void ngrams(const TokenRows& rows, int n, const std::int64_t* offsets, std::uint64_t* out);
+
+// A set of 64-bit hashes: open addressing, at most half full, behind a bitmap that says "no" to nearly all others.
 class HashSet {
  public:
-  HashSet() = default;
-
   void insert(const std::uint64_t* values, std::size_t count);
   bool contains(std::uint64_t value) const {
-    if (value == 0) return zero_;
-    if (slots_.empty()) return false;
-    for (std::size_t i = home(value);; i = (i + 1) & (slots_.size() - 1)) {
-      if (slots_[i] == value) return true;
-      if (slots_[i] == 0) return false;
-    }
+    if (slots_.empty()) return zero_ && value == 0;
+    const std::uint64_t bit = value >> filter_shift_;
+    if ((filter_[bit >> 6] >> (bit & 63) & 1) == 0) return false;
+    return find(value);
   }
   std::size_t size() const { return used_ + (zero_ ? 1 : 0); }
-  std::size_t bytes() const { return slots_.size() * sizeof(std::uint64_t); }
+  std::size_t bytes() const { return (slots_.size() + filter_.size()) * sizeof(std::uint64_t); }
 
   // Ascending.
   std::vector<std::uint64_t> values() const;
@@ -62,21 +98,20 @@ class HashSet {
   std::size_t home(std::uint64_t value) const {
     return static_cast<std::size_t>((value * 0x9E3779B97F4A7C15u) >> shift_);
   }
+  bool find(std::uint64_t value) const;
   void place(std::uint64_t value);
   void grow(std::size_t slots);
 
-  std::vector<std::uint64_t> slots_;  // 0 is an empty slot; size is a power of two or 0
+  std::vector<std::uint64_t> slots_;   // 0 is an empty slot; size is a power of two or 0
+  std::vector<std::uint64_t> filter_;  // bit value >> filter_shift_ is set for each value, 8 bits for each slot
   std::size_t used_ = 0;
   int shift_ = 64;
+  int filter_shift_ = 64;
   bool zero_ = false;
 };
 
-// out[i] is the number of distinct values of row i that are in the set.
-void overlap(const HashSet& set, const std::int64_t* offsets, const std::uint64_t* values, std::size_t rows,
+// out[i] is the number of distinct n-grams of row index[i] (row i where index is null) that are in the set.
+void overlap(const HashSet& set, const TokenRows& rows, const std::int64_t* index, std::size_t count, int n,
              std::int32_t* out);
-
-// The same over the n-grams of rows of token hashes, which are never stored.
-void overlap_tokens(const HashSet& set, const std::int64_t* offsets, const std::uint64_t* tokens,
-                    std::size_t rows, int n, std::int32_t* out);
 
 }  // namespace cdr::ngram

@@ -1019,3 +1019,92 @@ def test_bytes_that_are_no_token_are_refused(token):
         Session.from_token(token, make_session().sub_queries, embedding_model=MODEL)
     with pytest.raises(TypeError, match="bytes"):
         Session.from_token("{}", make_session().sub_queries, embedding_model=MODEL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "keywords"),
+    [
+        ({}, {}),
+        ({"hash_key": b"secret"}, {"hash_key": b"secret"}),
+        ({"max_ngrams": 12}, {}),
+        ({"exact": True}, {}),
+        ({"exact": True, "max_ngrams": 12, "tokenizer": whitespace_tokens}, {"tokenizer": whitespace_tokens}),
+    ],
+)
+def test_guards_of_every_kind_resume_with_equal_counts(settings, keywords):
+    outputs = [OUTPUT, "one two three, one two four \ud83d\ude00 \ude00", OUTPUT + " five six", "six seven eight nine"]
+    session = make_session(guard=NGramGuard(2, **settings))
+    for output in outputs[:2]:
+        session.update(report(), output)
+    stored = session.to_json()
+    assert "secret" not in stored
+    assert "secret" not in session.token().decode()
+    resumed = [
+        Session.from_json(stored, **keywords),
+        Session.from_token(session.token(), session.sub_queries, embedding_model=MODEL, guard=session.guard),
+        session.snapshot(),
+    ]
+    branch = session.snapshot()
+    branch.update(report(), outputs[2])
+    branch.update(report(), outputs[3])
+    merged = session.snapshot()
+    merged.merge([branch])
+    for output in outputs[2:]:
+        for one in (session, *resumed):
+            one.update(report(), output)
+    expected = NGramGuard(2, **settings)
+    for output in outputs:
+        expected.update(output)
+    for one in (*resumed, merged):
+        assert one.guard.overlap(outputs).tolist() == expected.overlap(outputs).tolist()
+        assert one.guard.hashes.tolist() == session.guard.hashes.tolist()
+        assert one.guard.max_ngrams == expected.max_ngrams
+        assert one.guard.exact == expected.exact
+    assert Session.from_json(stored, **keywords).to_json() == stored
+
+
+def test_a_session_of_another_key_is_refused():
+    session = make_session(guard=NGramGuard(2, hash_key=b"one"))
+    session.update(report(), OUTPUT)
+    for wrong in (None, b"two"):
+        with pytest.raises(ValueError, match="pass hash_key="):
+            Session.from_json(session.to_json(), hash_key=wrong)
+        with pytest.raises(ValueError, match="pass guard="):
+            Session.from_token(
+                session.token(),
+                session.sub_queries,
+                embedding_model=MODEL,
+                guard=None if wrong is None else NGramGuard(2, hash_key=wrong),
+            )
+    trunk = make_session(guard=NGramGuard(2))
+    with pytest.raises(ValueError, match="key"):
+        trunk.merge([session])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("guard.key", "0" * 16),
+        ("guard.exact", 1),
+        ("guard.exact", True),
+        ("guard.max_ngrams", 0),
+        ("guard.tokens", "W10="),
+        ("guard.hashes", [1]),
+        ("guard.hashes", ["AAAA"]),
+    ],
+)
+def test_json_of_a_damaged_guard_is_refused(path, value):
+    data = stored_session()
+    change(path, value)(data)
+    with pytest.raises(ValueError, match=r"\w"):
+        Session.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("tokens", ["", "!", "e30=", "WzFd", "W1sxXV0=", "/w=="])
+def test_json_of_damaged_tokens_is_refused(tokens):
+    session = make_session(guard=NGramGuard(2, exact=True))
+    session.update(report(), OUTPUT)
+    data = json.loads(session.to_json())
+    data["guard"]["tokens"] = tokens
+    with pytest.raises(ValueError, match=r"\w"):
+        Session.from_json(json.dumps(data))
