@@ -91,8 +91,9 @@ def cdr_rank(
     [len(store)] in the order of ``store.ids``. Equal scores come in the order of their sequence numbers (reading
     R26). The session is not changed. Approximate retrievers may miss facts; the scores are exact all the same.
 
-    Raises EmbeddingModelMismatch where store and session name different models (§2.5), ValueError and TypeError
-    for a bad query, k or multiplier.
+    Raises EmbeddingModelMismatch where store and session name different models (§2.5), ValueError where the store and
+    the session's guard have different tokenizers or hash keys, ValueError and TypeError for a bad query, k or
+    multiplier.
     """
     check_k(k)
     view = retriever.store.view()
@@ -135,9 +136,7 @@ def cdr_rank(
 
 
 def _overlap(guard: NGramGuard | None, view: StoreView, rows: Int64) -> npt.NDArray[np.int32]:
-    if guard is None or len(guard) == 0:
-        return np.zeros(len(rows), np.int32)
-    return guard.overlap(view.texts(rows.tolist()))
+    return np.zeros(len(rows), np.int32) if guard is None else guard.overlap_rows(view.tokens, rows)
 
 
 def _multiplier(values: Multiplier | None, view: StoreView) -> Float64 | None:

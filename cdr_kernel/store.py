@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import threading
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, check_rows, factor, scale_rows, take_rows
+from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
 
@@ -104,6 +106,32 @@ class _Growing:
         return view
 
 
+class _Tokens:
+    """Append-only token hashes: a mapped block and one of what came later."""
+
+    def __init__(self, mapped: TokenBlock | None = None, tail: TokenBlock | None = None) -> None:
+        offsets, tokens = tail or (np.zeros(1, np.int64), np.zeros(0, np.uint8))
+        self._mapped = mapped
+        self._mapped_rows = 0 if mapped is None else len(mapped[0]) - 1
+        self._offsets = _Growing(offsets)
+        self._tokens = _Growing(tokens)
+
+    def write(self, at: int, block: TokenBlock) -> None:
+        """Put the rows of a block at row `at` and on; rows before that are not touched."""
+        offsets, tokens = block
+        row = at - self._mapped_rows
+        start = int(self._offsets.buffer[row])
+        self._tokens.write(TOKEN_BYTES * start, tokens)
+        self._offsets.write(row + 1, offsets[1:] + start)
+
+    def blocks(self, n: int) -> tuple[TokenBlock, ...]:
+        offsets = self._offsets.front(n - self._mapped_rows + 1)
+        tail = (offsets, self._tokens.front(TOKEN_BYTES * int(offsets[-1])))
+        if self._mapped is None:
+            return (tail,)
+        return (self._mapped, tail) if len(offsets) > 1 else (self._mapped,)
+
+
 @dataclass
 class _Storage:
     """The columns behind the views of one layout: append-only, so views of different lengths share them."""
@@ -116,6 +144,7 @@ class _Storage:
     positions: _Growing
     ids: _Strings
     texts: _Strings
+    tokens: _Tokens
     sources: _Strings  # "" for None, else "=" and the source: "" is a source like any other
 
     @property
@@ -139,7 +168,8 @@ class StoreView:
 
     blocks: the embeddings as stored, one or two arrays [R_i, D] of one dtype, read one after the other.
     squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
-    ascending. version: the number of changes the store had seen; layout: how often its rows were renumbered.
+    ascending. tokens: the token hashes of the texts, for n-gram guards. version: the number of changes the store had
+    seen; layout: how often its rows were renumbered.
     """
 
     blocks: Blocks
@@ -147,6 +177,7 @@ class StoreView:
     importance: Float64
     alive: Bool
     sequence: Int64
+    tokens: TokenRows
     version: int
     layout: int
     embedding_model: str
@@ -225,10 +256,23 @@ class FactStore:
     and never normalised. (A row whose largest magnitude lies outside 2^±200, which only float64 can hold, is stored
     times an exact power of two: its direction stays as it is.)
 
+    Each text is tokenised and its tokens hashed once, when it is added, for the n-gram guard (§5): 7 bytes a token,
+    kept with the store. tokenizer: any callable str -> list[str] with a name, None for `tokenize` (see
+    `ngram.Tokenizer`). hash_key: bytes or an int, for stores whose authors may be hostile (see `ngram.TokenHasher`).
+    Sessions over the store need a guard with the same ones.
+
     Threads may call everything at once: changes take turns, ``view()`` never waits.
     """
 
-    def __init__(self, dim: int, *, embedding_model: str, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        embedding_model: str,
+        dtype: str = "float32",
+        tokenizer: Tokenizer | None = None,
+        hash_key: HashKey | None = None,
+    ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
             raise TypeError(f"dim: expected an integer, got {type(dim).__name__}")
         if dim < 1:
@@ -246,6 +290,7 @@ class FactStore:
         self.dim = int(dim)
         self.embedding_model = embedding_model
         self.dtype = np.dtype(name)
+        self._hasher = TokenHasher(tokenizer, hash_key)
         self._lock = threading.RLock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
         self._next_sequence = 0
@@ -258,6 +303,7 @@ class FactStore:
             positions=_Growing(np.zeros(0, np.int64)),
             ids=_Strings(),
             texts=_Strings(),
+            tokens=_Tokens(),
             sources=_Strings(),
         )
         self._view = self._view_of(storage, np.zeros(0, np.bool_), version=0, layout=0)
@@ -271,11 +317,22 @@ class FactStore:
             importance=storage.importance.front(n),
             alive=alive,
             sequence=storage.sequence.front(n),
+            tokens=TokenRows(storage.tokens.blocks(n), storage.texts, self.tokenizer_name, self.key_fingerprint),
             version=version,
             layout=layout,
             embedding_model=self.embedding_model,
             _storage=storage,
         )
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer of the texts, "nfkc-casefold-1" for the default."""
+        return self._hasher.tokenizer_name
+
+    @property
+    def key_fingerprint(self) -> str:
+        """16 hexadecimal digits that tell one `hash_key` from another."""
+        return self._hasher.key_fingerprint
 
     def view(self) -> StoreView:
         """The store as it is now; later changes do not show in it."""
@@ -394,6 +451,7 @@ class FactStore:
             names, words = [names[i] for i in keep], [words[i] for i in keep]
             sources, positions, weights = [sources[i] for i in keep], positions[keep], weights[keep]
             rows, norms = rows[keep], norms[keep]
+        tokens = self._hasher.hashed(words)
         with self._lock:
             known = self._rows()
             old = [known[i] for i in names if i in known]
@@ -412,6 +470,7 @@ class FactStore:
             storage.sequence.write(n, np.arange(self._next_sequence, self._next_sequence + len(names)))
             storage.ids.write(n, names)
             storage.texts.write(n, words)
+            storage.tokens.write(n, tokens)
             storage.sources.write(n, map(_marked, sources))
             alive = np.concatenate([view.alive, np.ones(len(names), np.bool_)])
             alive[old] = False
@@ -483,6 +542,7 @@ class FactStore:
                 positions=_Growing(old.positions.buffer[keep]),
                 ids=_Strings(),
                 texts=_Strings(),
+                tokens=_Tokens(tail=take_tokens(view.tokens.blocks, keep)),
                 sources=_Strings(),
             )
             new.ids.write(0, (old.ids[row] for row in rows))
@@ -532,6 +592,7 @@ class FactStore:
         for name, array in arrays.items():
             with _synced(data / f"{name}.npy") as file:
                 np.save(file, array, allow_pickle=False)
+        _save_tokens(data, view.tokens, keep)
         rows = keep.tolist()
         for name in ("ids", "texts", "sources"):
             strings: _Strings = getattr(view._storage, name)
@@ -544,6 +605,9 @@ class FactStore:
             "dim": self.dim,
             "dtype": self.dtype.name,
             "embedding_model": self.embedding_model,
+            "tokenizer": self.tokenizer_name,
+            "hash_key": self.key_fingerprint,
+            "unicode": unicodedata.unidata_version,
             "facts": len(rows),
             "next_sequence": next_sequence,
             "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
@@ -555,12 +619,22 @@ class FactStore:
         _sync_folder(data.parent)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> FactStore:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        mmap: bool = True,
+        tokenizer: Tokenizer | None = None,
+        hash_key: HashKey | None = None,
+    ) -> FactStore:
         """Open a folder that ``save`` wrote.
 
-        mmap: map the embeddings and texts (they are read when touched) instead of reading them now. What is
-        added later is kept beside the mapped part. Raises FileNotFoundError where there is no store, ValueError
-        saying what is wrong where there is a damaged one or one of a later format. Nothing is ever unpickled.
+        mmap: map the embeddings, texts and tokens (they are read when touched) instead of reading them now. What is
+        added later is kept beside the mapped part. tokenizer, hash_key: those of the store where it was made with
+        some; the folder holds the tokenizer's name and the key's fingerprint alone.
+
+        Raises FileNotFoundError where there is no store, ValueError saying what is wrong for another tokenizer or
+        key and where there is a damaged store or one of a later format. Nothing is ever unpickled.
         """
         folder = Path(path)
         manifest = _manifest(folder)
@@ -571,7 +645,22 @@ class FactStore:
             if found != size:
                 raise ValueError(f"{file}: expected {size} bytes, found {'no file' if found is None else found}")
         n, dim = manifest["facts"], manifest["dim"]
-        store = cls(dim, embedding_model=manifest["embedding_model"], dtype=manifest["dtype"])
+        store = cls(
+            dim,
+            embedding_model=manifest["embedding_model"],
+            dtype=manifest["dtype"],
+            tokenizer=tokenizer,
+            hash_key=hash_key,
+        )
+        for name, keyword, own in (
+            ("tokenizer", "tokenizer", store.tokenizer_name),
+            ("hash_key", "hash_key", store.key_fingerprint),
+        ):
+            if manifest[name] != own:
+                what = "tokenizer" if name == "tokenizer" else "a key of fingerprint"
+                raise ValueError(
+                    f"{folder}: the texts were hashed with {what} {manifest[name]!r}, got {own!r}: pass {keyword}="
+                )
 
         def read(name: str, dtype: Any, shape: tuple[int, ...], mapped: bool) -> npt.NDArray[Any]:
             file = data / f"{name}.npy"
@@ -580,7 +669,7 @@ class FactStore:
             except (OSError, ValueError) as error:
                 raise ValueError(f"{file}: not a readable array ({error})") from error
             if a.dtype != dtype or a.shape != shape:
-                raise ValueError(f"{file}: expected {dtype} {list(shape)}, found {a.dtype} {list(a.shape)}")
+                raise ValueError(f"{file}: expected {np.dtype(dtype)} {list(shape)}, found {a.dtype} {list(a.shape)}")
             return np.asarray(a)
 
         def strings(name: str) -> _Strings:
@@ -593,6 +682,8 @@ class FactStore:
             return _Strings(offsets, np.fromfile(data / f"{name}.utf8", np.uint8))
 
         embeddings = read("embeddings", store.dtype, (n, dim), mmap)
+        offsets = read("token_offsets", np.int64, (n + 1,), mmap)
+        tokens = read("tokens", np.uint8, (TOKEN_BYTES * int(offsets[-1]),), mmap)
         storage = _Storage(
             mapped=embeddings if n else None,
             tail=_Growing(np.empty((0, dim), store.dtype)),
@@ -602,6 +693,7 @@ class FactStore:
             positions=_Growing(read("positions", np.int64, (n,), False)),
             ids=strings("ids"),
             texts=strings("texts"),
+            tokens=_Tokens(mapped=(offsets, tokens) if n else None),
             sources=strings("sources"),
         )
         store._row_of = None
@@ -651,6 +743,18 @@ def _save_rows(path: Path, view: StoreView, keep: Int64) -> None:
             file.write(view.take(keep[start : start + 65536]).tobytes())
 
 
+def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
+    lengths = np.concatenate([np.diff(offsets) for offsets, _ in tokens.blocks])[keep]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    with _synced(data / "token_offsets.npy") as file:
+        np.save(file, offsets, allow_pickle=False)
+    header = {"descr": "|u1", "fortran_order": False, "shape": (TOKEN_BYTES * int(offsets[-1]),)}
+    with _synced(data / "tokens.npy") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for start in range(0, len(keep), 65536):
+            file.write(take_tokens(tokens.blocks, keep[start : start + 65536])[1].tobytes())
+
+
 def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
     offsets = [0]
     with _synced(data / f"{name}.utf8") as file:
@@ -689,6 +793,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
         "dim": int,
         "dtype": str,
         "embedding_model": str,
+        "tokenizer": str,
+        "hash_key": str,
+        "unicode": str,
         "facts": int,
         "next_sequence": int,
         "files": dict,

@@ -8,11 +8,13 @@ import pytest
 from cdr_kernel import (
     EmbeddingModelMismatch,
     FactStore,
+    NGramGuard,
     Retriever,
     Session,
     SubQuery,
     WindowReport,
     cdr_rank,
+    ngram,
     reference,
 )
 
@@ -168,6 +170,59 @@ def test_another_model_is_refused():
     session = Session([SubQuery("a", "A", "a", np.ones(DIM))], embedding_model="m2")
     with pytest.raises(EmbeddingModelMismatch, match="'m2', got 'm1'"):
         cdr_rank(query, Retriever(store), session)
+
+
+def halves(text):
+    return text.casefold().split()
+
+
+@pytest.mark.parametrize("keywords", [{"tokenizer": halves}, {"hash_key": 7}])
+def test_a_guard_of_another_tokenizer_or_key_is_refused(keywords):
+    query = np.ones(2)
+    items = [SubQuery("a", "A", "a", [0.0, 1.0])]
+    store = FactStore(2, embedding_model="m1", **keywords)
+    store.add(["f"], ["one two three"], [[1.0, 1.0]])
+    session = Session(items, embedding_model="m1")
+    before = session.to_json()
+    with pytest.raises(ValueError, match="the tokens of the facts: expected"):
+        cdr_rank(query, Retriever(store), session)
+    assert session.to_json() == before
+    assert len(cdr_rank(query, Retriever(store), Session(items, embedding_model="m1", guard=False))) == 1
+    session = Session(items, embedding_model="m1", guard=NGramGuard(2, **keywords))
+    session.update(WindowReport(0.0), "Two THREE four", embedding_model="m1")
+    assert cdr_rank(query, Retriever(store), session).ngram_overlap.tolist() == [1]
+
+
+def test_texts_are_not_read_for_the_guard(tmp_path, monkeypatch):
+    store, session, query, _ = world()
+    store.save(tmp_path)
+    store = FactStore.load(tmp_path)
+    store.add(["new"], ["w1 w2 w3 w4 w5 w6 w7"], query[None])
+    session.update(WindowReport(0.0), " ".join(store.get(["f1", "new"])[i].text for i in (0, 1)), embedding_model="m1")
+    whole = cdr_rank(query, Retriever(store), session)
+    assert whole.guard_activations >= 2
+    read = []
+    view_of_row = type(store.view()._storage.texts).__getitem__
+    monkeypatch.setattr(
+        type(store.view()._storage.texts), "__getitem__", lambda self, row: read.append(row) or view_of_row(self, row)
+    )
+    monkeypatch.setattr(type(store._hasher), "tokens", None)
+    few = cdr_rank(query, Retriever(store), session, k=2)
+    assert few.ngram_overlap.tolist() == whole.ngram_overlap[:2].tolist()
+    assert len(read) <= 3 * len(few)  # id, text and source of what is returned
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_exact_guards_rank_as_if_nothing_collided(exact, monkeypatch):
+    monkeypatch.setattr(ngram, "_hash_bits", 4)
+    store, _, query, _ = world()
+    session = Session([SubQuery("a", "A", "a", query)], embedding_model="m1", guard=NGramGuard(2, exact=exact))
+    output = "w1 w2 w3 w4 w5 w6 w7 w8 w9"
+    session.update(WindowReport(0.0), output, embedding_model="m1")
+    ranking = cdr_rank(query, Retriever(store), session)
+    blacklist = reference.ngrams(reference.tokenize(output), 2)
+    true = [reference.count_matching_ngrams(fact.text, blacklist, 2) for fact in ranking.facts]
+    assert (ranking.ngram_overlap.tolist() == true) == exact
 
 
 def test_bad_queries_and_k():

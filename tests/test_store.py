@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 import textwrap
+import unicodedata
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cdr_kernel import EmbeddingModelMismatch, Fact, FactStore
+from cdr_kernel import EmbeddingModelMismatch, Fact, FactStore, NGramGuard, reference
 from cdr_kernel import store as store_module
+from cdr_kernel.ngram import TokenHasher, take_tokens
 
 
 def facts(n, start=0):
@@ -27,9 +31,10 @@ def filled(n=10, dim=4, dtype="float32", seed=0):
 def contents(store):
     view = store.view()
     rows = np.flatnonzero(view.alive)
+    tokens = take_tokens(view.tokens.blocks, rows)
     return (
         view.facts(rows), view.take(rows).tobytes(), view.squared_norms[rows].tobytes(), store.embedding_model,
-        store.dim, store.dtype,
+        store.dim, store.dtype, *(part.tobytes() for part in tokens), store.tokenizer_name, store.key_fingerprint,
     )  # fmt: skip
 
 
@@ -138,8 +143,9 @@ class TestAdd:
     def test_an_interrupted_add_leaves_no_trace(self, monkeypatch):
         store = filled()
         before = contents(store)
-        for method in ("squared_norms", "sequence"):
-            growing = getattr(store.view()._storage, method)
+        tokens = store.view()._storage.tokens
+        storage = store.view()._storage
+        for growing in (storage.squared_norms, storage.sequence, tokens._tokens, tokens._offsets, tokens):
 
             def broken(at, values, growing=growing):
                 type(growing).write(growing, at, values)
@@ -336,6 +342,12 @@ class TestSaveAndLoad:
             (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "data": "../x"})), "names of files"),
             (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "facts": 11})), r"expected .* \[11"),
             (lambda p, d, m: (d / "importance.npy").write_bytes(b"\0" * 208), "not a readable array"),
+            (lambda p, d, m: (d / "tokens.npy").unlink(), "found no file"),
+            (lambda p, d, m: np.save(d / "token_offsets.npy", np.zeros(11, np.int64)), r"expected uint8 \[0\]"),
+            (
+                lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "tokenizer": None})),
+                "expected tokenizer to be str",
+            ),
         ],
     )
     def test_a_damaged_store_says_what_is_wrong(self, tmp_path, what, message):
@@ -370,6 +382,9 @@ class TestConstruction:
             ({"embedding_model": None}, TypeError, "embedding_model: expected a str"),
             ({"dtype": "int8"}, ValueError, "dtype: expected one of float16, float32, float64"),
             ({"dtype": "fp16"}, ValueError, "dtype: expected one of"),
+            ({"tokenizer": 5}, TypeError, "tokenizer: expected a callable"),
+            ({"tokenizer": lambda text: [text]}, ValueError, "tokenizer: expected one with a name"),
+            ({"hash_key": "secret"}, TypeError, "hash_key: expected bytes"),
         ],
     )
     def test_bad_arguments(self, arguments, error, message):
@@ -380,3 +395,156 @@ class TestConstruction:
         assert issubclass(EmbeddingModelMismatch, ValueError)
         assert str(EmbeddingModelMismatch("update", "m1", "m2")) == "update: expected embedding model 'm1', got 'm2'"
         assert "no embedding model was named" in str(EmbeddingModelMismatch("update", "m1", None))
+
+
+def shouting(text):
+    return text.upper().split()
+
+
+ALL = [
+    "every",
+    "pod",
+    "gets",
+    "its",
+    "own",
+    "address",
+    "and",
+    "a",
+    "service",
+    "gives",
+    "pods",
+    "one",
+    "name",
+    "東京",
+    "café",
+]
+WORDS = st.lists(st.sampled_from(ALL), max_size=12).map(" ".join)
+
+
+class TestTokens:
+    def test_they_are_those_of_the_texts(self):
+        for keywords in ({}, {"hash_key": b"secret"}, {"tokenizer": shouting}, {"tokenizer": str.split, "hash_key": 5}):
+            store = FactStore(2, embedding_model="m1", **keywords)
+            texts = ["One two", "", "東京 cafe\u0301 \ud800"]
+            store.add(list("abc"), texts, np.ones((3, 2)))
+            hasher = TokenHasher(keywords.get("tokenizer"), keywords.get("hash_key"))
+            tokens = store.view().tokens
+            assert [list(a) for a in take_tokens(tokens.blocks, None)] == [list(a) for a in hasher.hashed(texts)]
+            assert tokens.tokenizer_name == store.tokenizer_name == hasher.tokenizer_name
+            assert tokens.key_fingerprint == store.key_fingerprint == hasher.key_fingerprint
+            assert len(tokens) == 3
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.one_of(
+                st.tuples(st.just("upsert"), st.lists(st.tuples(st.sampled_from("abcdefgh"), WORDS), max_size=4)),
+                st.tuples(st.just("remove"), st.sets(st.sampled_from("abcdefgh"), max_size=3)),
+                st.tuples(st.sampled_from(["compact", "map", "read", "view", "write"]), WORDS),
+            ),
+            max_size=14,
+        ),
+        st.booleans(),
+    )
+    def test_counts_survive_whatever_a_store_goes_through(self, tmp_path_factory, steps, exact):
+        path = tmp_path_factory.mktemp("store")
+        store = FactStore(1, embedding_model="m1")
+        guard = NGramGuard(2, exact=exact)
+        written, texts, seen = [], {}, []
+        for name, given_ in steps:
+            if name == "upsert":
+                facts = dict(given_)
+                store.upsert(list(facts), list(facts.values()), np.ones((len(facts), 1)))
+                for fact in facts:
+                    texts.pop(fact, None)
+                texts.update(facts)
+            elif name == "remove":
+                store.remove(given_, missing="ignore")
+                for fact in given_:
+                    texts.pop(fact, None)
+            elif name == "compact":
+                store.compact()
+            elif name in ("map", "read"):
+                store.save(path)
+                store = FactStore.load(path, mmap=name == "map")
+            elif name == "view":
+                seen.append((store.view(), list(texts.values())))
+            else:
+                guard.update(given_)
+                written.append(given_)
+            for view, expected in (*seen, (store.view(), list(texts.values()))):
+                rows = np.flatnonzero(view.alive)
+                blacklist = set().union(*(reference.ngrams(reference.tokenize(w), 2) for w in written))
+                true = [reference.count_matching_ngrams(text, blacklist, 2) for text in expected]
+                assert view.texts(rows) == expected
+                assert guard.overlap_rows(view.tokens, rows).tolist() == guard.overlap(expected).tolist() == true
+
+    def test_they_are_mapped_and_take_less_than_eight_bytes(self, tmp_path):
+        store = FactStore(1, embedding_model="m1")
+        store.add([str(i) for i in range(50)], ["nine words in each of the fifty texts here"] * 50, np.ones((50, 1)))
+        store.save(tmp_path)
+        tokens = FactStore.load(tmp_path).view().tokens
+        assert tokens.nbytes == 50 * 9 * 7 + 51 * 8 < 8 * tokens.tokens
+        for array in tokens.blocks[0]:
+            assert isinstance(array.base, np.memmap)
+        assert store.remove(map(str, range(50))) == 50
+        store.save(tmp_path)
+        assert FactStore.load(tmp_path).view().tokens.tokens == 0
+
+    def test_the_manifest_names_the_tokenizer_and_never_the_key(self, tmp_path):
+        store = FactStore(1, embedding_model="m1", tokenizer=shouting, hash_key=b"a very secret key")
+        store.add(["a"], ["some words"], [[1.0]])
+        store.save(tmp_path)
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        assert manifest["tokenizer"] == "shouting"
+        assert manifest["hash_key"] == store.key_fingerprint
+        assert manifest["unicode"] == unicodedata.unidata_version
+        assert not any(b"secret" in file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file())
+        again = FactStore.load(tmp_path, tokenizer=shouting, hash_key=b"a very secret key")
+        assert contents(again) == contents(store)
+        again.add(["b"], ["more words"], [[1.0]])
+        guard = NGramGuard(1, tokenizer=shouting, hash_key=b"a very secret key")
+        guard.update("words")
+        assert guard.overlap_rows(again.view().tokens).tolist() == [1, 1]
+        for keywords, message in (
+            ({}, "with tokenizer 'shouting', got 'nfkc-casefold-1': pass tokenizer="),
+            ({"tokenizer": str.split, "hash_key": b"a very secret key"}, "got 'str.split': pass tokenizer="),
+            ({"tokenizer": shouting}, "key of fingerprint .*: pass hash_key="),
+            ({"tokenizer": shouting, "hash_key": b"a very secret kex"}, "pass hash_key="),
+        ):
+            with pytest.raises(ValueError, match=message):
+                FactStore.load(tmp_path, **keywords)
+
+    def test_a_tokenizer_that_fails_adds_nothing(self):
+        def picky(text):
+            if "!" in text:
+                raise OSError("no exclamations")
+            return text.split() if "?" not in text else [1]
+
+        store = FactStore(1, embedding_model="m1", tokenizer=picky)
+        store.add(["a"], ["fine"], [[1.0]])
+        before, version = contents(store), store.version
+        for text, error in (("oh!", OSError), ("what?", TypeError)):
+            with pytest.raises(error):
+                store.add(["b", "c"], ["fine", text], [[1.0], [1.0]])
+        assert contents(store) == before
+        assert store.version == version
+        assert store.add(["b", "c"], ["fine", "what?"], [[1.0], [np.nan]], on_invalid="skip").added == 1
+
+    def test_damaged_offsets_are_found_when_their_row_is_read(self, tmp_path):
+        filled().save(tmp_path)
+        file = next(tmp_path.glob("data-*")) / "token_offsets.npy"
+        offsets = np.load(file)
+        offsets[4] = -3
+        np.save(file, offsets)
+        store = FactStore.load(tmp_path)
+        guard = NGramGuard(1)
+        guard.update("text")
+        assert guard.overlap_rows(store.view().tokens, np.array([0, 2, 9])).tolist() == [1, 1, 1]
+        for row in (3, 4):
+            with pytest.raises(ValueError, match=f"row {row} is damaged"):
+                guard.overlap_rows(store.view().tokens, np.array([row]))
+        with pytest.raises(ValueError, match="damaged"):
+            store.save(tmp_path / "copy")
+        store.add(["new"], ["text"], np.ones((1, 4)))
+        assert guard.overlap_rows(store.view().tokens, np.array([10])).tolist() == [1]
