@@ -19,7 +19,7 @@ EDGES = {"files", "index", "terminal", "embedder", "record", "writer", "demo", "
 LADDER = [
     {"constants", "_C"},
     {"reference", "arrays", "ngram"},
-    {"columns", "store"},
+    {"columns", "store", "tokenizers"},
     {"score", "score_torch"},
     {"retrieve", "session", "assess"},
     {"rank"},
