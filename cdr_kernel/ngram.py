@@ -168,9 +168,24 @@ def tokenize(text: str) -> list[str]:
     """
     if not isinstance(text, str):
         raise TypeError(f"text: expected str, got {type(text).__name__}")
+    plain = _ascii(text)
+    return _ascii_tokens(plain.lower()) if plain.isascii() else _unicode_tokens(_nfkc(text).casefold())
+
+
+def _ascii(text: str) -> str:
+    """The text, where possible as ASCII text of the same tokens: most others hold but dashes and curly quotes."""
     if text.isascii():
-        return _ascii_tokens(text.lower())
-    return _unicode_tokens(_nfkc(text).casefold())
+        return text
+    plain = _parting()(" ", text)
+    return plain if plain.isascii() else text
+
+
+@cache
+def _parting() -> Callable[[str, str], str]:
+    """Puts a string in place of every character beyond ASCII that parts tokens and leaves none itself."""
+    folded = ((code, unicodedata.normalize("NFKC", chr(code)).casefold()) for code in range(0x80, 0x10000))
+    parting = [code for code, text in folded if not any(unicodedata.category(c)[0] in "LNM" for c in text)]
+    return re.compile(_character_class(parting)).sub
 
 
 def _tokenizer_name(tokenizer: Tokenizer | None) -> str:
@@ -425,8 +440,7 @@ class TokenHasher:
         """(offsets int64 [M + 1], tokens uint8 [7 * T]) of a list of str."""
         compiled = _checked_impl(impl) == "cpp"
         if compiled and self.tokenizer is tokenize:
-            parts = [t if t.isascii() else " ".join(_unicode_tokens(_nfkc(t).casefold())).encode() for t in texts]
-            return _C.hash_texts(parts, key=self._key, bits=_hash_bits)
+            return _C.hash_texts(list(map(_folded, texts)), key=self._key, bits=_hash_bits)
         lengths: list[int] = []
         hashes = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -444,6 +458,11 @@ class TokenHasher:
             return _hash_tokens_python(tokens, self._key, _hash_bits)
         parts = [t if t.isascii() else t.encode("utf-8", "surrogatepass") for t in tokens]
         return _C.hash_tokens(parts, key=self._key, bits=_hash_bits)
+
+
+def _folded(text: str) -> str | bytes:
+    plain = _ascii(text)
+    return plain if plain.isascii() else " ".join(tokenize(text)).encode()
 
 
 def _key_words(hash_key: HashKey | None) -> tuple[int, int]:
@@ -514,7 +533,7 @@ class NGramGuard:
     max_ngrams: keep at most so many distinct n-grams, 1 or more; the oldest windows are forgotten first, whole,
         where one more would be too many, and of a single output that has more the last ones stay. An n-gram counts
         as written by every window that wrote it. None, the default, forgets nothing: a window of 2,000 words adds
-        some 2,000 n-grams, each about 24 to 50 bytes here and 8 in a stored session.
+        some 2,000 n-grams, each 36 to 72 bytes here (see `nbytes`) and 11 in a stored session.
     impl: "cpp", "python" or None, which takes "cpp" where the extension is built. Results are the same.
 
     Unless exact, only hashes are kept, and only distinct ones. Any number of threads may read while others update:

@@ -54,6 +54,7 @@ SNIPPETS = [
     "\ud83d",
     "\udc00x",
     "²½Ⅷ\u0345\u200d\u00ad\ufe0f",
+    "“it’s” — a… ←\u0338 ¨ \xa0",
 ]
 anything = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 few_words = st.lists(st.sampled_from(["a", "b", "c", "D", "é", "東", "ก"]), max_size=30).map(" ".join)
@@ -109,6 +110,10 @@ def impl(request: pytest.FixtureRequest) -> str:
         ("السَّلام ١٢٣", ["السَّلام", "١٢٣"]),
         ("\u0e34ab\u0e34", ["\u0e34ab\u0e34"]),
         ("a\ud800b\U0001f389c", ["a", "b", "c"]),
+        ("“Curly” — it’s… a\xa0test\u2011case", ["curly", "it", "s", "a", "test", "case"]),
+        ("a ← b", ["a", "b"]),
+        ("a ←\u0338 b", ["a", "b"]),  # one character, an arrow with a stroke
+        ("“x” ¨y ﬁ", ["x", "\u0308y", "fi"]),
         ("\U00010400x \U00020000\U00020001", ["\U00010428x", "\U00020000", "\U00020001"]),
     ],
 )
