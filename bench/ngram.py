@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -245,6 +246,7 @@ def measure(count: int, window_facts: int) -> dict[str, object]:
         "texts_mb": size / 1e6,
         "guard_bytes": guard.nbytes,
         "threads": _C.threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "commit": commit(),

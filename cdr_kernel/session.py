@@ -235,7 +235,8 @@ class Session:
     first_window_pull: residual pull while nothing is covered (R1: off). clamp_novelty: novelty <= 1 in scores
     (R3: off). exhaustion: "score" is exit 3 literally, "novelty" keeps importance out of it (R11).
     exclude_packed: never pack a fact twice (R20: off).
-    guard: the n-gram guard (§5), which is copied; None makes an empty one, False turns it off.
+    guard: the n-gram guard (§5), which is copied; None makes an empty one, False turns it off. Its tokenizer and hash
+    key must be the store's.
     id: names the session; a random hex string unless given.
 
     Literal exit 3 ("score") can fire through importance or the n-gram penalty only, since novelty never falls
