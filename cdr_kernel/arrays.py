@@ -32,12 +32,14 @@ def as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
     which is exact). Integers become float64. Raises TypeError for anything that is not numbers, ValueError for
     another number of dimensions than ndim.
     """
-    if is_tensor(x):
-        import torch
-
-        x = x.detach().cpu()
-        x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    if np.ma.is_masked(x):
+        raise ValueError(f"{name}: expected no masked values")
     try:
+        if is_tensor(x):
+            import torch
+
+            x = x.detach().cpu()
+            x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
         a = np.asarray(x)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}: expected a regular {ndim}-dimensional array of numbers ({error})") from None

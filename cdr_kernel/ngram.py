@@ -407,7 +407,7 @@ class TokenHasher:
 
     def __init__(self, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None) -> None:
         self.tokenizer_name = _tokenizer_name(tokenizer)
-        self.tokenizer: Tokenizer = tokenizer or tokenize
+        self.tokenizer: Tokenizer = tokenize if tokenizer is None else tokenizer
         self.hash_key = hash_key
         self._key = _key_words(hash_key)
         print_of = b"".join(word.to_bytes(8, "little") for word in self._key)

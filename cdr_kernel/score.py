@@ -7,7 +7,7 @@ float64 routine then computes every number that is returned, so all implementati
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,7 +31,8 @@ class Scores:
 
     rows: int64, positions in the embeddings, ascending (with k: best first, ties by row). score: with the n-gram
     penalty of §5.2 (reading R2); score_without_guard: without it. relevance and residual_pull in [-1, 1] for the
-    specification's columns, coverage in [-1, 1], novelty in [0.20, 2] (reading R3: literal, unclamped).
+    specification's columns; coverage in [-1, 1] and novelty in [0.20, 2] (reading R3: literal, unclamped), which
+    rounding may leave by a last bit at 1 and 2.
     """
 
     rows: Int64
@@ -77,9 +78,9 @@ def available_impls() -> tuple[str, ...]:
 
 def choose_impl(impl: str | None, on_cpu: bool = True) -> str:
     """impl itself if it is known, else CDR_KERNEL_IMPL, else cpp for CPU data and torch for the rest."""
-    asked = impl or os.environ.get("CDR_KERNEL_IMPL") or ("cpp" if on_cpu else "torch")
+    asked = os.environ.get("CDR_KERNEL_IMPL") or ("cpp" if on_cpu else "torch") if impl is None else impl
     if asked not in IMPLS:
-        where = "impl" if impl else "CDR_KERNEL_IMPL"
+        where = "CDR_KERNEL_IMPL" if impl is None else "impl"
         raise ValueError(f"{where}: expected one of {', '.join(IMPLS)}, got {asked!r}")
     return asked
 
@@ -158,6 +159,8 @@ def cdr_score(
     Raises ValueError, TypeError or IndexError for what is not so. Zero and non-finite rows are ValueErrors.
     """
     single = isinstance(columns, Columns)
+    if not isinstance(columns, Columns | Iterable):
+        raise TypeError(f"columns: expected Columns or a sequence of them, got {type(columns).__name__}")
     sessions: list[Columns] = [columns] if isinstance(columns, Columns) else list(columns)
     for c in sessions:
         if not isinstance(c, Columns):
@@ -176,8 +179,10 @@ def cdr_score(
         squared_norms = None
     elif squared_norms is None:
         data, squared_norms = safe_blocks(data)
-    elif squared_norms.shape != (n,):
-        raise ValueError(f"squared_norms: expected [{n}], got {list(squared_norms.shape)}")
+    else:
+        squared_norms = as_array(squared_norms, 1, "squared_norms").astype(np.float64, copy=False)
+        if len(squared_norms) != n:
+            raise ValueError(f"squared_norms: expected {n} entries (one per row), got {len(squared_norms)}")
     index = None if rows is None else _index(rows, n)
     count = n if index is None else len(index)
     weights = factor(importance, count, "importance")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cdr_kernel.score import Factors
 
 _CHUNK_BYTES = 64 << 20
+_FLOAT32_SAFE = 2.0**40  # products and sums of numbers up to this size are far inside float32's range
 _TINY = float(np.finfo(np.float64).tiny)  # more than what scores lose that are too small for a full mantissa
 
 
@@ -69,7 +70,13 @@ class _Found:
 
     def look(self, x: torch.Tensor, bound: float, start: int, keep_scores: bool) -> None:
         """x: [n, 2 + R] dot products of unit rows and unit columns, each off by at most bound."""
-        c, ulp = self.columns, torch.finfo(x.dtype).eps
+        c = self.columns
+        if (
+            max(np.abs(a[np.isfinite(a)]).max(initial=0.0) for a in (c.scale, c.shift, c.weight, c.gate))
+            > _FLOAT32_SAFE
+        ):
+            x = x.double()
+        ulp = torch.finfo(x.dtype).eps
         scale, shift, weight, gate = (
             torch.tensor(a, device=x.device, dtype=x.dtype) for a in (c.scale, c.shift, c.weight, c.gate)
         )
@@ -95,6 +102,7 @@ class _Found:
         effective = weighted.amax(1)
         if len(c.residual) == 0:
             effective = effective.clamp(min=0.0)  # no residual pulls with 0 (§2.2)
+        weight[COVERAGE] = 0.0
         pull_off = (weight.abs() * (off + 4 * ulp * size)).max()
         covered = values[:, COVERAGE] if c.coverage is not None else torch.zeros_like(effective)
         cover_off = off[COVERAGE] if c.coverage is not None else 0.0
@@ -105,8 +113,9 @@ class _Found:
         reach = effective.abs() + pull_off
         error = strength * (reach * cover_off + novelty * pull_off + 8 * ulp * reach * (novelty + 1.0)) + _TINY
         score = strength * effective * novelty
-        self._upper.append((score + error).cpu().numpy())
-        self._lower.append(torch.where(certain, score - error, -torch.inf).cpu().numpy())
+        lower = torch.where(certain, score - error, -torch.inf)
+        self._upper.append((score + error).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).cpu().numpy())
+        self._lower.append(lower.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).cpu().numpy())
 
     def _strength(self, positions: Int64) -> torch.Tensor:
         """importance x multiplier x (1 - n-gram penalty) of candidates, float64."""
@@ -181,7 +190,8 @@ def _dots(rows: torch.Tensor, norms: torch.Tensor | None, unit: torch.Tensor) ->
         bad = torch.nonzero(~(torch.isfinite(norms) & (norms > 0)))
         if len(bad):
             raise ValueError(f"embeddings: a row is not finite or all zeros (row {int(bad[0])} of its chunk)")
-    if x.dtype == torch.float32 and not ((norms > 2.0**-40) & (norms < 2.0**40)).all():
+    in_range = ((norms > 1.0 / _FLOAT32_SAFE) & (norms < _FLOAT32_SAFE)).all() and unit.abs().max() < _FLOAT32_SAFE
+    if x.dtype == torch.float32 and not in_range:
         x = x.double()  # sums would leave float32's range
     bound = (unit.shape[1] + 16) * torch.finfo(x.dtype).eps
     if x.dtype == torch.float32:
