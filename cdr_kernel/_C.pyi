@@ -48,6 +48,12 @@ def score_rows(
     npt.NDArray[np.float64],
     npt.NDArray[np.float64],
 ]: ...
+def column_values(
+    blocks: tuple[npt.NDArray[Any], ...],
+    squared_norms: npt.NDArray[np.float64],
+    columns: Columns,
+    index: npt.NDArray[np.int64] | None = None,
+) -> npt.NDArray[np.float64]: ...
 def exact_sum(values: npt.NDArray[np.float64]) -> float: ...
 def threads() -> int: ...
 def set_threads(n: int) -> None: ...
@@ -79,3 +85,66 @@ class HashSet:
         index: npt.NDArray[np.int64] | None,
         n: int,
     ) -> npt.NDArray[np.int32]: ...
+
+class Rotation:
+    def __init__(
+        self, matrix: npt.NDArray[np.float32], mean: npt.NDArray[np.float32], weight: npt.NDArray[np.float32]
+    ) -> None: ...
+
+class Codes:
+    def __init__(
+        self,
+        rotation: Rotation,
+        runs: list[tuple[npt.NDArray[Any], ...]],  # int8, int8, int8, float32
+        alpha: float,
+    ) -> None: ...
+    def threshold(
+        self,
+        blocks: tuple[npt.NDArray[Any], ...],
+        squared_norms: npt.NDArray[np.float64],
+        columns: list[Columns],
+        alive: npt.NDArray[np.bool_] | None = None,
+    ) -> list[npt.NDArray[np.int64]]: ...
+    def top(
+        self,
+        blocks: tuple[npt.NDArray[Any], ...],
+        squared_norms: npt.NDArray[np.float64],
+        columns: Columns,
+        index: npt.NDArray[np.int64] | None,
+        alive: npt.NDArray[np.bool_] | None,
+        importance: npt.NDArray[np.float64] | None,
+        multiplier: npt.NDArray[np.float64] | None,
+        ngram_overlap: npt.NDArray[np.int32] | None,
+        penalty_cap: float,
+        novelty_floor: float,
+        ngram_step: float,
+        ngram_cap: float,
+        k: int,
+    ) -> npt.NDArray[np.int64]: ...
+
+def scan_widths(dim: int) -> tuple[int, int, int]: ...
+def scan_center(
+    blocks: tuple[npt.NDArray[Any], ...],
+    squared_norms: npt.NDArray[np.float64],
+    rotation: Rotation,
+    first: int,
+    n: int,
+) -> npt.NDArray[np.float32]: ...
+def scan_encode(
+    rotated: npt.NDArray[np.float32],
+    rotation: Rotation,
+    first: npt.NDArray[np.int8],
+    second: npt.NDArray[np.int8],
+    third: npt.NDArray[np.int8],
+    numbers: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.float64], float]: ...
+def scan_measure(
+    blocks: tuple[npt.NDArray[Any], ...],
+    squared_norms: npt.NDArray[np.float64],
+    rotation: Rotation,
+    first: int,
+    alpha: float,
+    rebuilt: npt.NDArray[np.float64],
+    numbers: npt.NDArray[np.float32],
+) -> None: ...
+def read_pass(blocks: tuple[npt.NDArray[Any], ...]) -> int: ...

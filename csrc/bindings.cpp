@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "ngram.h"
 #include "pool.h"
 #include "rows.h"
+#include "scan.h"
 #include "score.h"
 
 namespace py = pybind11;
@@ -153,6 +155,24 @@ py::tuple score_rows(const py::tuple& blocks, const Array<double>& squared_norms
     cdr::score_rows(rows, norms, which, m, columns, factors, limits, out);
   }
   return py::make_tuple(score, bare, relevance, coverage, pull, novelty);
+}
+
+Array<double> column_values(const py::tuple& blocks, const Array<double>& squared_norms, const cdr::Columns& columns,
+                            const std::optional<Array<std::int64_t>>& index) {
+  const cdr::Rows rows = rows_from(blocks);
+  const std::int64_t n = rows.size();
+  expect(rows.dim == columns.dim, "columns: expected the dimension of the rows");
+  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == n, "squared_norms: expected one entry per row");
+  const std::int64_t m = check_index(index, n);
+  const std::int64_t* which = index ? index->data() : nullptr;
+  Array<double> out(std::vector<py::ssize_t>{m, columns.count - 1});
+  double* values = out.mutable_data();
+  const double* norms = squared_norms.data();
+  {
+    py::gil_scoped_release release;
+    cdr::column_values(rows, norms, which, m, columns, values);
+  }
+  return out;
 }
 
 double exact_sum(const Array<double>& values) {
@@ -372,6 +392,230 @@ void bind_ngram(py::module_& m) {
           "How many distinct n-grams of each row of index (None: of all) are in the set: int32 [M].");
 }
 
+namespace {
+namespace scan_binding {
+
+using Floats = py::array_t<float, py::array::c_style>;
+using Bytes = py::array_t<std::int8_t, py::array::c_style>;
+
+// The blocks of codes, and the numbers.
+using Run = std::tuple<Bytes, Bytes, Bytes, Floats>;
+
+void expect_shape(const py::array& a, std::int64_t n, std::int64_t width, const char* name) {
+  expect(a.ndim() == 2 && a.shape(0) == n && a.shape(1) == width,
+         std::string(name) + ": expected [" + std::to_string(n) + ", " + std::to_string(width) + "]");
+}
+
+void expect_run(const Run& run, std::int64_t n, std::int64_t dim) {
+  expect_shape(std::get<0>(run), n, cdr::scan::block_width(dim, 0), "first block");
+  expect_shape(std::get<1>(run), n, cdr::scan::block_width(dim, 1), "second block");
+  expect_shape(std::get<2>(run), n, cdr::scan::block_width(dim, 2), "third block");
+  expect_shape(std::get<3>(run), n, cdr::scan::kNumbers, "numbers");
+}
+
+// A rotation and codes, with the arrays that they point into.
+struct Rotation {
+  Floats matrix, mean, weight;
+  cdr::scan::Rotation value;
+
+  Rotation(Floats matrix_, Floats mean_, Floats weight_)
+      : matrix(std::move(matrix_)), mean(std::move(mean_)), weight(std::move(weight_)) {
+    expect(mean.ndim() == 1 && mean.shape(0) >= 1, "mean: expected float32 [D]");
+    const py::ssize_t dim = mean.shape(0);
+    expect(matrix.ndim() == 2 && matrix.shape(0) == dim && matrix.shape(1) == dim, "matrix: expected float32 [D, D]");
+    expect(weight.ndim() == 1 && weight.shape(0) == dim, "weight: expected float32 [D]");
+    for (py::ssize_t i = 0; i < dim; ++i)
+      expect(weight.at(i) > 1e-30f && weight.at(i) < 1e30f, "weight: expected positive numbers");
+    value.dim = dim;
+    value.matrix = matrix.data();
+    value.mean = mean.data();
+    value.weight = weight.data();
+    value.measure();
+    expect(value.frobenius < 1e30 && value.mean_norm < 1e30, "matrix, mean: expected finite numbers");
+  }
+};
+
+struct Codes {
+  py::object rotation;
+  std::vector<Run> arrays;
+  cdr::scan::Index value;
+
+  Codes(const py::object& rotation_, const py::list& runs, double alpha) : rotation(rotation_) {
+    value.rotation = rotation_.cast<const Rotation&>().value;
+    value.alpha = alpha;
+    expect(alpha >= 0.0 && alpha < 1e300, "alpha: expected a finite number");
+    const std::int64_t dim = value.rotation.dim;
+    for (const py::handle& run : runs) {
+      Run arrays_of = run.cast<Run>();
+      const auto& [first, second, third, numbers] = arrays_of;
+      const std::int64_t n = numbers.ndim() == 2 ? numbers.shape(0) : 0;
+      expect_run(arrays_of, n, dim);
+      value.codes.push_back({n, {first.data(), second.data(), third.data()}, numbers.data()});
+      arrays.push_back(std::move(arrays_of));
+    }
+  }
+};
+
+// The rows that codes are made of: first .. first + n.
+cdr::Rows part_of(const py::tuple& blocks, const Array<double>& squared_norms, const Rotation& rotation,
+                  std::int64_t first, std::int64_t n) {
+  cdr::Rows rows = rows_from(blocks);
+  expect(rows.dim == rotation.value.dim, "blocks: expected the dimension of the rotation");
+  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == rows.size(),
+         "squared_norms: expected one entry per row");
+  expect(first >= 0 && n >= 0 && first + n <= rows.size(), "first, n: expected rows of the blocks");
+  return rows;
+}
+
+Floats center(const py::tuple& blocks, const Array<double>& squared_norms, const Rotation& rotation,
+              std::int64_t first, std::int64_t n) {
+  const cdr::Rows rows = part_of(blocks, squared_norms, rotation, first, n);
+  Floats out({n, rows.dim});
+  const double* norms = squared_norms.data();
+  float* to = out.mutable_data();
+  {
+    py::gil_scoped_release release;
+    cdr::scan::center(rows, norms, first, n, rotation.value, to);
+  }
+  return out;
+}
+
+py::tuple encode(const Floats& rotated, const Rotation& rotation, Bytes& first, Bytes& second, Bytes& third,
+                 Floats& numbers) {
+  const std::int64_t dim = rotation.value.dim;
+  expect(rotated.ndim() == 2, "rotated: expected [n, D]");
+  const std::int64_t n = rotated.shape(0);
+  expect_shape(rotated, n, dim, "rotated");
+  expect_run({first, second, third, numbers}, n, dim);
+  Array<double> decoded({n, dim});
+  const float* from = rotated.data();
+  std::int8_t* const blocks[] = {first.mutable_data(), second.mutable_data(), third.mutable_data()};
+  float* to = numbers.mutable_data();
+  double* d = decoded.mutable_data();
+  double alpha;
+  {
+    py::gil_scoped_release release;
+    alpha = cdr::scan::encode(from, n, rotation.value, blocks, to, d);
+  }
+  return py::make_tuple(decoded, alpha);
+}
+
+void measure(const py::tuple& blocks, const Array<double>& squared_norms, const Rotation& rotation, std::int64_t first,
+             double alpha, const Array<double>& rebuilt, Floats& numbers) {
+  const std::int64_t n = numbers.ndim() == 2 ? numbers.shape(0) : 0;
+  const cdr::Rows rows = part_of(blocks, squared_norms, rotation, first, n);
+  expect_shape(rebuilt, n, rows.dim, "rebuilt");
+  expect_shape(numbers, n, cdr::scan::kNumbers, "numbers");
+  const double* norms = squared_norms.data();
+  const double* from = rebuilt.data();
+  float* to = numbers.mutable_data();
+  py::gil_scoped_release release;
+  cdr::scan::measure(rows, norms, first, n, rotation.value, alpha, from, to);
+}
+
+// The stored rows that a view has, and the codes of no more than these (codes may be newer than the view).
+std::pair<cdr::Rows, cdr::scan::Index> behind(const py::tuple& blocks, const Array<double>& squared_norms,
+                                              const Codes& codes) {
+  cdr::Rows rows = rows_from(blocks);
+  const std::int64_t n = rows.size();
+  expect(rows.dim == codes.value.rotation.dim, "blocks: expected the dimension of the codes");
+  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == n, "squared_norms: expected one entry per row");
+  cdr::scan::Index index = codes.value;
+  std::int64_t left = n;
+  for (cdr::scan::Codes& c : index.codes) {
+    c.rows = std::min(c.rows, left);
+    left -= c.rows;
+  }
+  return {std::move(rows), std::move(index)};
+}
+
+py::list threshold(const Codes& codes, const py::tuple& blocks, const Array<double>& squared_norms,
+                   const std::vector<const cdr::Columns*>& columns, const std::optional<Array<bool>>& alive) {
+  const auto [rows, held] = behind(blocks, squared_norms, codes);
+  for (const cdr::Columns* c : columns) expect(c && c->dim == rows.dim, "columns: expected the dimension of the rows");
+  const std::uint8_t* live = reinterpret_cast<const std::uint8_t*>(optional_data(alive, rows.size(), "alive"));
+  const double* norms = squared_norms.data();
+  std::vector<std::vector<std::int64_t>> found;
+  {
+    py::gil_scoped_release release;
+    found = cdr::scan::threshold(held, rows, norms, live, columns);
+  }
+  py::list out;
+  for (std::vector<std::int64_t>& f : found) out.append(ngram_binding::take(std::move(f)));
+  return out;
+}
+
+Array<std::int64_t> top(const Codes& codes, const py::tuple& blocks, const Array<double>& squared_norms,
+                        const cdr::Columns& columns, const std::optional<Array<std::int64_t>>& index,
+                        const std::optional<Array<bool>>& alive, const std::optional<Array<double>>& importance,
+                        const std::optional<Array<double>>& multiplier,
+                        const std::optional<Array<std::int32_t>>& ngram_overlap, double penalty_cap,
+                        double novelty_floor, double ngram_step, double ngram_cap, std::int64_t k) {
+  const auto [rows, held] = behind(blocks, squared_norms, codes);
+  const std::int64_t n = rows.size();
+  expect(rows.dim == columns.dim, "columns: expected the dimension of the rows");
+  expect(novelty_floor >= 0.0 && ngram_cap <= 1.0, "limits: expected factors that are not negative");
+  const std::int64_t m = check_index(index, n);
+  const std::int64_t* which = index ? index->data() : nullptr;
+  const std::uint8_t* live = reinterpret_cast<const std::uint8_t*>(optional_data(alive, n, "alive"));
+  const cdr::Factors factors{optional_data(importance, m, "importance"), optional_data(multiplier, m, "multiplier"),
+                             optional_data(ngram_overlap, m, "ngram_overlap")};
+  const cdr::Limits limits{penalty_cap, novelty_floor, ngram_step, ngram_cap};
+  const double* norms = squared_norms.data();
+  std::vector<std::int64_t> found;
+  {
+    py::gil_scoped_release release;
+    found = cdr::scan::top(held, rows, norms, which, m, live, columns, factors, limits, k);
+  }
+  return ngram_binding::take(std::move(found));
+}
+
+std::uint64_t read_pass(const py::tuple& blocks) {
+  const cdr::Rows rows = rows_from(blocks);
+  py::gil_scoped_release release;
+  return cdr::scan::read_pass(rows);
+}
+
+}  // namespace scan_binding
+}  // namespace
+
+void bind_scan(py::module_& m) {
+  namespace sb = scan_binding;
+
+  py::class_<sb::Rotation>(m, "Rotation", "A matrix [D, D], a mean [D] and weights > 0 [D] in float32.")
+      .def(py::init<sb::Floats, sb::Floats, sb::Floats>(), py::arg("matrix"), py::arg("mean"), py::arg("weight"));
+
+  py::class_<sb::Codes>(m, "Codes", "Runs (three blocks of codes, numbers) of coded rows, one after the other.")
+      .def(py::init<const py::object&, const py::list&, double>(), py::arg("rotation"), py::arg("runs"),
+           py::arg("alpha"))
+      .def("threshold", &sb::threshold, py::arg("blocks"), py::arg("squared_norms"), py::arg("columns"),
+           py::arg("alive") = py::none(),
+           "For each of the columns the rows that gate_rows() finds, int64 ascending. Rows after the coded ones are "
+           "decided one by one.")
+      .def("top", &sb::top, py::arg("blocks"), py::arg("squared_norms"), py::arg("columns"), py::arg("index"),
+           py::arg("alive"), py::arg("importance"), py::arg("multiplier"), py::arg("ngram_overlap"),
+           py::arg("penalty_cap"), py::arg("novelty_floor"), py::arg("ngram_step"), py::arg("ngram_cap"), py::arg("k"),
+           "Positions in index (None: rows), int64 ascending, that hold the k best by score_rows() and whatever ties "
+           "with them, and perhaps more.");
+
+  m.def("scan_widths", [](std::int64_t dim) {
+    return py::make_tuple(cdr::scan::block_width(dim, 0), cdr::scan::block_width(dim, 1),
+                          cdr::scan::block_width(dim, 2));
+  }, py::arg("dim"), "Bytes per row in the three blocks of codes.");
+  m.def("scan_center", &sb::center, py::arg("blocks"), py::arg("squared_norms"), py::arg("rotation"), py::arg("first"),
+        py::arg("n"), "Unit rows minus the mean, float32 [n, D].");
+  m.def("scan_encode", &sb::encode, py::arg("rotated"), py::arg("rotation"), py::arg("first").noconvert(),
+        py::arg("second").noconvert(), py::arg("third").noconvert(), py::arg("numbers").noconvert(),
+        "Fills codes and numbers (all but rho) of rotated rows; (what they decode to before the rotation back, "
+        "float64 [n, D]; the largest norm of their codes).");
+  m.def("scan_measure", &sb::measure, py::arg("blocks"), py::arg("squared_norms"), py::arg("rotation"),
+        py::arg("first"), py::arg("alpha"), py::arg("rebuilt"), py::arg("numbers").noconvert(),
+        "Fills rho: how far rebuilt, the decoded rows rotated back, may be from the unit rows.");
+  m.def("read_pass", &sb::read_pass, py::arg("blocks"),
+        "Reads all rows once with all threads: the time to beat. The sum of their 64-bit words.");
+}
+
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled half of cdr_kernel. Every loop releases the GIL and runs on one pool of threads.";
 
@@ -391,9 +635,13 @@ PYBIND11_MODULE(_C, m) {
         py::arg("novelty_floor"), py::arg("ngram_step"), py::arg("ngram_cap"),
         "(score, score_without_guard, relevance, coverage, residual_pull, novelty), float64 [M] each, of the rows of "
         "index, gated or not. The factors have one entry per row of index.");
+  m.def("column_values", &column_values, py::arg("blocks"), py::arg("squared_norms"), py::arg("columns"),
+        py::arg("index") = py::none(),
+        "Values of the query column and the residual columns, float64 [M, 1 + R]: what score_rows works with.");
   m.def("exact_sum", &exact_sum, py::arg("values"), "The correctly rounded sum of float64 values (math.fsum).");
 
   bind_ngram(m);
+  bind_scan(m);
 
   m.def("threads", &cdr::threads, "Threads that a loop may use.");
   m.def("set_threads", &cdr::set_threads, py::arg("n"), "Fix the number of threads; 0 goes back to the default.");

@@ -47,6 +47,11 @@ inline double element(const double* x, std::int64_t i) { return x[i]; }
 inline double element(const float* x, std::int64_t i) { return x[i]; }
 inline double element(const std::uint16_t* x, std::int64_t i) { return half_to_float(x[i]); }
 
+template <class T>
+void widen_generic(const T* x, std::int64_t dim, double* out) {
+  for (std::int64_t i = 0; i < dim; ++i) out[i] = element(x, i);
+}
+
 inline double reduce(const double* l) { return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7])); }
 
 // out[j] = dot(row, vectors[j]) for j < n <= kTile.
@@ -85,6 +90,18 @@ CDR_AVX2 inline void load8(const std::uint16_t* x, __m256d& a, __m256d& b) {
   const __m256 f = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   a = _mm256_cvtps_pd(_mm256_castps256_ps128(f));
   b = _mm256_cvtps_pd(_mm256_extractf128_ps(f, 1));
+}
+
+template <class T>
+CDR_AVX2 void widen_avx2(const T* x, std::int64_t dim, double* out) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    __m256d a, b;
+    load8(x + i, a, b);
+    _mm256_storeu_pd(out + i, a);
+    _mm256_storeu_pd(out + i + 4, b);
+  }
+  for (; i < dim; ++i) out[i] = element(x, i);
 }
 
 template <class T, int N>
@@ -178,65 +195,6 @@ double exact_dot(DType dtype, const unsigned char* row, const double* v, std::in
 
 inline double clamp_cosine(double c) { return c > 1.0 ? 1.0 : c < -1.0 ? -1.0 : c; }
 
-class Scorer {
- public:
-  Scorer(const Rows& rows, const Columns& columns) : rows_(rows), columns_(columns), dots_(dots_for(rows.dtype)) {
-    for (std::int64_t j = 0; j < columns.count; ++j)
-      if (j != 1 && columns.gate[j] < INFINITY) gated_.push_back(j);
-    // Wherever a value is farther than this from its gate, the lanes decide as the exact sum would:
-    // the lanes are off by less than (D/8 + 4) ulp of |x||v|, and scale and shift round three times.
-    margin_.resize(static_cast<std::size_t>(columns.count));
-    for (std::int64_t j : gated_)
-      margin_[j] = std::fabs(columns.scale[j]) * static_cast<double>(columns.dim + 8) * kUlp +
-                   2.0 * kUlp * (std::fabs(columns.scale[j]) + std::fabs(columns.shift[j]));
-  }
-
-  // Values of the columns wanted[0..n), decided exactly near a gate.
-  void values(const unsigned char* row, double squared_norm, const std::int64_t* wanted, std::int64_t n,
-              double* out) const {
-    for (std::int64_t at = 0; at < n; at += kTile) {
-      const int tile = static_cast<int>(std::min<std::int64_t>(kTile, n - at));
-      const double* vectors[kTile];
-      double dots[kTile];
-      for (int t = 0; t < tile; ++t) vectors[t] = columns_.vector(wanted[at + t]);
-      dots_(row, columns_.dim, vectors, tile, dots);
-      for (int t = 0; t < tile; ++t) out[at + t] = value(row, squared_norm, wanted[at + t], dots[t]);
-    }
-  }
-
-  const std::vector<std::int64_t>& gated() const { return gated_; }
-
-  bool passes(const unsigned char* row, double squared_norm) const {
-    for (std::size_t at = 0; at < gated_.size(); at += kTile) {
-      double v[kTile];
-      const std::int64_t tile = std::min<std::int64_t>(kTile, static_cast<std::int64_t>(gated_.size() - at));
-      values(row, squared_norm, gated_.data() + at, tile, v);
-      for (std::int64_t t = 0; t < tile; ++t)
-        if (v[t] >= columns_.gate[gated_[at + static_cast<std::size_t>(t)]]) return true;
-    }
-    return false;
-  }
-
- private:
-  double value(const unsigned char* row, double squared_norm, std::int64_t j, double dot) const {
-    if (j == 1) return columns_.scale[1] * (dot / std::sqrt(squared_norm)) + columns_.shift[1];
-    const double norms = std::sqrt(squared_norm * columns_.squared_norms[j]);
-    const double v = columns_.scale[j] * clamp_cosine(dot / norms) + columns_.shift[j];
-    const double gate = columns_.gate[j];
-    if (std::isfinite(gate) && std::fabs(v - gate) <= margin_[j] + 2.0 * kUlp * std::fabs(gate)) {
-      dot = exact_dot(rows_.dtype, row, columns_.vector(j), columns_.dim);
-      return columns_.scale[j] * clamp_cosine(dot / norms) + columns_.shift[j];
-    }
-    return v;
-  }
-
-  const Rows& rows_;
-  const Columns& columns_;
-  Dots dots_;
-  std::vector<std::int64_t> gated_;
-  std::vector<double> margin_;
-};
-
 constexpr std::int64_t kBlock = 1024;  // candidates in one unit of work
 
 std::size_t blocks_of(std::int64_t n) { return static_cast<std::size_t>((n + kBlock - 1) / kBlock); }
@@ -320,6 +278,70 @@ void set_simd(Simd level) {
   chosen.store(static_cast<int>(level), std::memory_order_relaxed);
 }
 
+Scorer::Scorer(const Rows& rows, const Columns& columns)
+    : rows_(rows), columns_(columns), dots_(dots_for(rows.dtype)) {
+  for (std::int64_t j = 0; j < columns.count; ++j)
+    if (j != 1 && columns.gate[j] < INFINITY) gated_.push_back(j);
+  // Wherever a value is farther than this from its gate, the lanes decide as the exact sum would:
+  // the lanes are off by less than (D/8 + 4) ulp of |x||v|, and scale and shift round three times.
+  margin_.resize(static_cast<std::size_t>(columns.count));
+  for (std::int64_t j : gated_)
+    margin_[j] = std::fabs(columns.scale[j]) * static_cast<double>(columns.dim + 8) * kUlp +
+                 2.0 * kUlp * (std::fabs(columns.scale[j]) + std::fabs(columns.shift[j]));
+}
+
+void Scorer::values(const unsigned char* row, double squared_norm, const std::int64_t* wanted, std::int64_t n,
+                    double* out) const {
+  for (std::int64_t at = 0; at < n; at += kTile) {
+    const int tile = static_cast<int>(std::min<std::int64_t>(kTile, n - at));
+    const double* vectors[kTile];
+    double dots[kTile];
+    for (int t = 0; t < tile; ++t) vectors[t] = columns_.vector(wanted[at + t]);
+    dots_(row, columns_.dim, vectors, tile, dots);
+    for (int t = 0; t < tile; ++t) out[at + t] = value(row, squared_norm, wanted[at + t], dots[t]);
+  }
+}
+
+bool Scorer::passes(const unsigned char* row, double squared_norm) const {
+  for (std::size_t at = 0; at < gated_.size(); at += kTile) {
+    double v[kTile];
+    const std::int64_t tile = std::min<std::int64_t>(kTile, static_cast<std::int64_t>(gated_.size() - at));
+    values(row, squared_norm, gated_.data() + at, tile, v);
+    for (std::int64_t t = 0; t < tile; ++t)
+      if (v[t] >= columns_.gate[gated_[at + static_cast<std::size_t>(t)]]) return true;
+  }
+  return false;
+}
+
+double Scorer::value(const unsigned char* row, double squared_norm, std::int64_t j, double dot) const {
+  if (j == 1) return columns_.scale[1] * (dot / std::sqrt(squared_norm)) + columns_.shift[1];
+  const double norms = std::sqrt(squared_norm * columns_.squared_norms[j]);
+  const double v = columns_.scale[j] * clamp_cosine(dot / norms) + columns_.shift[j];
+  const double gate = columns_.gate[j];
+  if (std::isfinite(gate) && std::fabs(v - gate) <= margin_[j] + 2.0 * kUlp * std::fabs(gate)) {
+    dot = exact_dot(rows_.dtype, row, columns_.vector(j), columns_.dim);
+    return columns_.scale[j] * clamp_cosine(dot / norms) + columns_.shift[j];
+  }
+  return v;
+}
+
+void widen(DType dtype, const unsigned char* row, std::int64_t dim, double* out) {
+#if CDR_X86
+  if (simd() == Simd::avx2) {
+    switch (dtype) {
+      case DType::f16: return widen_avx2(reinterpret_cast<const std::uint16_t*>(row), dim, out);
+      case DType::f32: return widen_avx2(reinterpret_cast<const float*>(row), dim, out);
+      default: break;
+    }
+  }
+#endif
+  switch (dtype) {
+    case DType::f16: return widen_generic(reinterpret_cast<const std::uint16_t*>(row), dim, out);
+    case DType::f32: return widen_generic(reinterpret_cast<const float*>(row), dim, out);
+    default: return widen_generic(reinterpret_cast<const double*>(row), dim, out);
+  }
+}
+
 void check_rows(const Rows& rows, int safe_exponent, double* squared_norms, std::uint8_t* flags) {
   const double smallest = std::ldexp(1.0, -safe_exponent), largest = std::ldexp(1.0, safe_exponent);
   switch (rows.dtype) {
@@ -349,6 +371,22 @@ std::vector<std::int64_t> gate_rows(const Rows& rows, const double* squared_norm
   out.reserve(total);
   for (const auto& f : found) out.insert(out.end(), f.begin(), f.end());
   return out;
+}
+
+void column_values(const Rows& rows, const double* squared_norms, const std::int64_t* index, std::int64_t candidates,
+                   const Columns& columns, double* out) {
+  const Scorer scorer(rows, columns);
+  std::vector<std::int64_t> wanted;
+  for (std::int64_t j = 0; j < columns.count; ++j)
+    if (j != 1) wanted.push_back(j);
+  const std::int64_t width = static_cast<std::int64_t>(wanted.size());
+  parallel_for(blocks_of(candidates), [&](std::size_t block) {
+    const std::int64_t end = std::min(candidates, static_cast<std::int64_t>(block + 1) * kBlock);
+    for (std::int64_t at = static_cast<std::int64_t>(block) * kBlock; at < end; ++at) {
+      const std::int64_t row = index ? index[at] : at;
+      scorer.values(rows.at(row), squared_norms[row], wanted.data(), width, out + at * width);
+    }
+  });
 }
 
 void score_rows(const Rows& rows, const double* squared_norms, const std::int64_t* index, std::int64_t candidates,

@@ -51,6 +51,37 @@ struct Scores {  // one entry per candidate
   double *score, *score_without_guard, *relevance, *coverage, *residual_pull, *novelty;
 };
 
+// The values of columns on one row at a time, decided exactly near a gate. rows and columns must outlive it.
+class Scorer {
+ public:
+  Scorer(const Rows& rows, const Columns& columns);
+
+  // Values of the columns wanted[0..n).
+  void values(const unsigned char* row, double squared_norm, const std::int64_t* wanted, std::int64_t n,
+              double* out) const;
+
+  // The columns that are a gate, ascending.
+  const std::vector<std::int64_t>& gated() const { return gated_; }
+
+  // Whether any of them is at or above its gate.
+  bool passes(const unsigned char* row, double squared_norm) const;
+
+ private:
+  // out[j] = dot(row, vectors[j]) for j < n.
+  using Dots = void (*)(const unsigned char* row, std::int64_t dim, const double* const* vectors, int n, double* out);
+
+  double value(const unsigned char* row, double squared_norm, std::int64_t j, double dot) const;
+
+  const Rows& rows_;
+  const Columns& columns_;
+  Dots dots_;
+  std::vector<std::int64_t> gated_;
+  std::vector<double> margin_;
+};
+
+// out[0..dim) = the row's elements, exactly.
+void widen(DType dtype, const unsigned char* row, std::int64_t dim, double* out);
+
 enum RowFlag : std::uint8_t { kRowOk = 0, kRowNotFinite = 1, kRowZero = 2, kRowOutOfRange = 3 };
 
 // squared_norms[i] = the correctly rounded sum of squares of row i; flags[i] says what is wrong with it.
@@ -61,6 +92,11 @@ void check_rows(const Rows& rows, int safe_exponent, double* squared_norms, std:
 // alive: by row, null = all.
 std::vector<std::int64_t> gate_rows(const Rows& rows, const double* squared_norms, const std::int64_t* index,
                                     std::int64_t candidates, const std::uint8_t* alive, const Columns& columns);
+
+// out[i, 0] = the value of the query column of candidate i, out[i, 1 + j] = that of residual column j: the numbers
+// score_rows works with, bit for bit. out is [candidates, count - 1].
+void column_values(const Rows& rows, const double* squared_norms, const std::int64_t* index, std::int64_t candidates,
+                   const Columns& columns, double* out);
 
 // The scores of the rows named by index, whether they pass a gate or not.
 void score_rows(const Rows& rows, const double* squared_norms, const std::int64_t* index, std::int64_t candidates,

@@ -1,0 +1,116 @@
+// The exact scan over compressed rows: which rows pass a gate, and which may be among the k best.
+//
+// Codes only ever reject or accept on a proven bound; what they leave open is decided on the stored row by
+// the routine of score.h. So the rows found are those of gate_rows(), whatever the rotation is.
+//
+// Row x, u = x / |x|. For ANY matrix V, mean m and weights w > 0:
+//   y = diag(1/w) V'(u - m); int8 codes c with one float32 scale r per row: a = r c; the decoded row is
+//   d = m + V diag(w) a. The codes are cut into blocks: the first 64 dimensions, the next 64, the rest.
+// Kept per row, measured in float64 on the stored row and rounded up:
+//   rho >= |u - d|,  beta_1, beta_2 >= |diag(w) a| without the first block, without the first two;
+// and of all rows together: alpha >= |a|. Whatever went wrong on the way to the codes (their rounding, float32 in the
+// rotation, a V that is not orthogonal) is inside rho: that is why nothing is asked of V.
+//
+// A unit vector q: t = V'q, z = diag(w) t, integers k = rint(z / s), c0 = m.q, eps >= |z - s k|, and zeta_1, zeta_2 >=
+// |t| without the first block, without the first two.
+//   q.u = q.d + q.(u - d),                   |q.(u - d)| <= rho             (Cauchy-Schwarz, |q| = 1)
+//   q.d = c0 + z.a = c0 + s r <c, k> + (z - s k).a,       the last <= alpha eps
+//   of z.a, what lies beyond a block is t.(diag(w) a) there, <= zeta beta
+// so with e = alpha eps + slack, and <>_i the sum over the first i blocks
+//   stages i = 1, 2:  q.u = c0 + s r <c, k>_i +- (rho + beta_i zeta_i + e)
+//   stage 3:          q.u = c0 + s r <c, k> +- (rho + e).
+// Stage 1 only rejects; stages 2 and 3 reject or accept; then the stored row is asked.
+//
+// Rounding. The integer sums are exact: s is chosen so that 127 sum |k| < 2^31. All else is float64:
+//   - u, d, |u - d|: at most (D + 16) 2^-52 (1 + |m| + F W alpha) per row, F the Frobenius norm of V (it bounds
+//     the norm of |V|) and W the largest weight; measure() adds that and 1e-10 to rho;
+//   - t: at most (D + 16) 2^-52 F, so z is off by W times that: both are added to zeta and eps;
+//   - the terms of the bounds and q's own normalisation: at most 16 ulp of 1 + |c0| + |m| + alpha (|z| + eps), and
+//     of rho + beta zeta, which are stored 1e-12 (relative) too large for this;
+//   - the number that the exact routine computes is off by (D + 8) 2^-52 from q.u, plus 1e-200 for underflow.
+//   The third and the fourth are the slack, taken four times as large as needed.
+// A gate on scale * q.u + shift is put on q.u, -q for a negative scale, and widened by the rounding of both sides.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "rows.h"
+#include "score.h"
+
+namespace cdr {
+namespace scan {
+
+constexpr int kBlocks = 3;
+
+// The first dimension of block b; for b = kBlocks the number of dimensions.
+inline std::int64_t block_begin(std::int64_t dim, int b) {
+  const std::int64_t at = b == kBlocks ? dim : 64 * b;
+  return at < dim ? at : dim;
+}
+// Bytes per row in block b; what lies beyond its dimensions is zero.
+inline std::int64_t block_width(std::int64_t dim, int b) {
+  return (block_begin(dim, b + 1) - block_begin(dim, b) + 31) / 32 * 32;
+}
+
+struct Rotation {
+  std::int64_t dim = 0;
+  const float* matrix = nullptr;  // V: [D, D], column i is direction i
+  const float* mean = nullptr;    // [D]
+  const float* weight = nullptr;  // [D], > 0
+  double frobenius = 0, mean_norm = 0, most_weight = 0;
+
+  void measure();  // fills the second line
+};
+
+enum { kRho = 0, kBeta1 = 1, kBeta2 = 2, kScale = 3, kNumbers = 4 };
+
+struct Codes {  // of consecutive rows
+  std::int64_t rows;
+  const std::int8_t* blocks[kBlocks];  // [rows, block_width]
+  const float* numbers;                // [rows, kNumbers]
+};
+
+// Making codes of rows first .. first + n, in three steps with a matrix product by the caller between them:
+// centred = u - m, float32 [n, D];                      rotated = centred V
+// codes, and decoded = diag(w) a, float64 [n, D];       rebuilt = decoded V', float64
+// rho into numbers.
+void center(const Rows& rows, const double* squared_norms, std::int64_t first, std::int64_t n,
+            const Rotation& rotation, float* centred);
+// Returns alpha of these rows.
+double encode(const float* rotated, std::int64_t n, const Rotation& rotation, std::int8_t* const* blocks,
+              float* numbers, double* decoded);
+// alpha: what encode() returned. rebuilt may be any float64 product of decoded and V', summed in any order.
+void measure(const Rows& rows, const double* squared_norms, std::int64_t first, std::int64_t n,
+             const Rotation& rotation, double alpha, const double* rebuilt, float* numbers);
+
+struct Index {
+  Rotation rotation;
+  std::vector<Codes> codes;  // of rows 0, 1, ...
+  double alpha = 0;          // of all of them
+
+  std::int64_t size() const {
+    std::int64_t n = 0;
+    for (const Codes& c : codes) n += c.rows;
+    return n;
+  }
+};
+
+// For each of the columns, the rows that are alive and pass a gate of theirs, ascending: what gate_rows() finds.
+// Rows that have no codes (those after the index) are decided by the exact routine. alive: null = all.
+std::vector<std::vector<std::int64_t>> threshold(const Index& index, const Rows& rows, const double* squared_norms,
+                                                 const std::uint8_t* alive,
+                                                 const std::vector<const Columns*>& columns);
+
+// Positions in candidates (null: rows, those alive), ascending, among which are the k best by score_rows() and
+// whatever ties with them. factors: one entry per candidate.
+std::vector<std::int64_t> top(const Index& index, const Rows& rows, const double* squared_norms,
+                              const std::int64_t* candidates, std::int64_t n, const std::uint8_t* alive,
+                              const Columns& columns, const Factors& factors, const Limits& limits, std::int64_t k);
+
+// The time to beat: reads every byte of the rows once with all threads. Returns the sum of their 64-bit words.
+std::uint64_t read_pass(const Rows& rows);
+
+}  // namespace scan
+}  // namespace cdr
