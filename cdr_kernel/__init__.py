@@ -18,7 +18,7 @@ from cdr_kernel.constants import Depth
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.ngram import NGramGuard, repetition, tokenize
 from cdr_kernel.pack import Envelope, pack_facts
-from cdr_kernel.rank import Ranking, cdr_rank
+from cdr_kernel.rank import Ranking, cdr_rank, rank_many
 from cdr_kernel.retrieve import Candidates, Retriever
 from cdr_kernel.score import Scores, available_impls, cdr_score
 from cdr_kernel.session import CoverageEntry, Exit, Session, SubQuery, WindowReport, depth_from_words
@@ -61,6 +61,7 @@ __all__ = [
     "depth_from_words",
     "guarantee_holds",
     "pack_facts",
+    "rank_many",
     "reference",
     "repetition",
     "run_windows",

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 import cdr_kernel
+import cdr_kernel.retrieve
+import cdr_kernel.store
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS_LIMIT
 from cdr_kernel.files import (
     Task,
@@ -30,7 +32,7 @@ from cdr_kernel.files import (
     read_vectors,
     write_json,
 )
-from cdr_kernel.index import FactFile, check_store_folder, save_store
+from cdr_kernel.index import FactFile
 from cdr_kernel.record import RunRecord, summary
 from cdr_kernel.terminal import Progress, cell, drop_output, new_table, prepare_streams, print_json, say, show, width
 from cdr_kernel.writer import CommandWriter, ExtractWriter, WriterError
@@ -253,6 +255,9 @@ def index(
     on_invalid: Annotated[
         OnInvalid, typer.Option(help="A vector that is not finite or all zeros: refuse the file, or skip the fact.")
     ] = OnInvalid.refuse,
+    no_codes: Annotated[
+        bool, typer.Option("--no-codes", help="Leave out the scan's codes; a retriever makes them when it needs them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a store from a file of facts and their embeddings."""
@@ -263,7 +268,7 @@ def index(
     if embed is not None and model not in (None, embed):
         raise typer.BadParameter("--embed names the model: leave out --model")
     start, stop = _row_range(rows)
-    check_store_folder(output)
+    cdr_kernel.store.check_store_folder(output)
     source = embeddings if embed is None else _embedder(embed)
     assert source is not None
     file = FactFile(facts, source, start=start, stop=stop, name=embed or "")
@@ -271,7 +276,13 @@ def index(
         store, skipped = file.build(
             embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
         )
-    save_store(store, output)
+    store.save(output)
+    codes = not no_codes and len(store) >= cdr_kernel.retrieve.WORTH_CODES
+    if codes:
+        retriever = cdr_kernel.Retriever(cdr_kernel.FactStore.load(output))
+        with Progress("codes", len(store)) as advance:
+            retriever.prepare(advance)
+        retriever.save()
     if skipped:
         say(f"warning: {len(skipped)} facts left out, their vectors are not finite or all zeros: {_few(skipped)}")
     if as_json:
@@ -280,6 +291,7 @@ def index(
                 "store": str(output),
                 "facts": len(store),
                 "skipped": skipped,
+                "codes": codes,
                 "dim": store.dim,
                 "dtype": store.dtype.name,
                 "model": store.embedding_model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cdr_kernel.files import FactBatch, FileError, count_facts, first_place, read_array, read_facts
-from cdr_kernel.store import FORMAT, FactStore
+from cdr_kernel.store import FactStore
 
 Embed: TypeAlias = Callable[[list[str]], Any]
 
@@ -115,29 +114,3 @@ class FactFile:
                 f"expected a vector that is finite and not zero as {store.dtype.name}, got one that is "
                 f"{'all zeros' if finite[i] else 'not finite'}; on_invalid 'skip' leaves such facts out"
             ) from None
-
-
-def check_store_folder(folder: Path) -> None:
-    """Raises FileError unless a store may be saved there: nothing yet, an empty folder, or a store to replace."""
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"{folder}: expected a store or a new folder, found a file")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    try:
-        found = json.loads((folder / "manifest.json").read_bytes())
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise FileError(f"{folder}: expected a store or an empty folder, found other files")
-
-
-def save_store(store: FactStore, folder: Path) -> None:
-    """Save a store; a folder that was made for it and stayed empty is removed again."""
-    check_store_folder(folder)
-    made = not folder.exists()
-    try:
-        store.save(folder)
-    except BaseException:
-        if made and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        raise

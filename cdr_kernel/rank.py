@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -10,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
+from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.ngram import NGramGuard
+from cdr_kernel.kept import KeptRows
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import best_first, cdr_score, check_k
-from cdr_kernel.session import Session
+from cdr_kernel.session import Session, SessionState
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
 
 Multiplier: TypeAlias = "Mapping[str, float] | npt.ArrayLike"
@@ -95,48 +97,135 @@ def cdr_rank(
     the session's guard have different tokenizers or hash keys, ValueError and TypeError for a bad query, k or
     multiplier.
     """
+    return rank_many([query], retriever, [session], k=k, multiplier=multiplier)[0]
+
+
+def rank_many(
+    queries: Sequence[Any],
+    retriever: Retriever,
+    sessions: Sequence[Session],
+    *,
+    k: int | None = None,
+    multiplier: Multiplier | None = None,
+) -> list[Ranking]:
+    """``cdr_rank`` for several sessions at once, on one version of the store: the same rankings, sooner.
+
+    queries: one [D] per session. A scan reads its codes once for all sessions that are in their first window or ask
+    a new query. k and multiplier hold for all. Raises what ``cdr_rank`` raises, and ValueError for another number of
+    queries than sessions; then nothing was ranked.
+    """
+    if not isinstance(retriever, Retriever):
+        raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
+    for session in sessions:
+        if not isinstance(session, Session):
+            raise TypeError(f"session: expected a Session, got {type(session).__name__}")
     check_k(k)
+    if len(queries) != len(sessions):
+        raise ValueError(f"queries: expected {len(sessions)} (one per session), got {len(queries)}")
     view = retriever.store.view()
-    if view.embedding_model != session.embedding_model:
-        raise EmbeddingModelMismatch("store", session.embedding_model, view.embedding_model)
-    state = session.state  # one state, whatever other threads do to the session
-    columns = session.columns(query, state=state)
-    rows = retriever.candidates(columns, view)
-    if session.exclude_packed and state.packed:
-        rows = rows[[view.id_of(row) not in state.packed for row in rows.tolist()]]
+    states = []
+    for session in sessions:
+        if view.embedding_model != session.embedding_model:
+            raise EmbeddingModelMismatch("store", session.embedding_model, view.embedding_model)
+        states.append(session.state)  # one state, whatever other threads do to the session
+    columns = [
+        session.columns(query, state=state) for query, session, state in zip(queries, sessions, states, strict=True)
+    ]
     factors = _multiplier(multiplier, view)
-    overlap = _overlap(state.guard, view, rows)
-    scores = cdr_score(
-        view.blocks,
-        columns,
-        rows=rows,
-        squared_norms=view.squared_norms,
-        importance=view.importance[rows],
-        multiplier=None if factors is None else factors[rows],
-        ngram_overlap=overlap,
-    )
-    best = best_first(scores.score, scores.rows, k)
-    chosen = scores.rows[best]
-    return Ranking(
-        facts=tuple(view.facts(chosen)),
-        score=scores.score[best],
-        score_without_guard=scores.score_without_guard[best],
-        relevance=scores.relevance[best],
-        coverage=scores.coverage[best],
-        residual_pull=scores.residual_pull[best],
-        novelty=scores.novelty[best],
-        ngram_overlap=overlap[best],
-        importance=view.importance[chosen],
-        multiplier=np.ones(len(chosen)) if factors is None else factors[chosen],
-        qualified=len(rows),
-        guard_activations=int(np.count_nonzero(overlap)),
-        coverage_depth=len(state.coverage),
-        store_version=view.version,
-    )
+    found = retriever.qualified(sessions, columns, view)
+    return [
+        _Window(*asked, retriever, view).ranking(k, factors)
+        for asked in zip(sessions, states, columns, found, strict=True)
+    ]
 
 
-def _overlap(guard: NGramGuard | None, view: StoreView, rows: Int64) -> npt.NDArray[np.int32]:
-    return np.zeros(len(rows), np.int32) if guard is None else guard.overlap_rows(view.tokens, rows)
+@dataclass(frozen=True)
+class _Window:
+    """One session's question of one version of the store, and the rows that passed its gate."""
+
+    session: Session
+    state: SessionState
+    columns: Columns
+    kept: KeptRows
+    retriever: Retriever
+    view: StoreView
+
+    def ranking(self, k: int | None, factors: Float64 | None) -> Ranking:
+        """The k best (all for None)."""
+        view = self.view
+        kept, guard = self.kept, self.state.guard
+        if guard is not None:
+            kept = self.retriever.cache.with_overlap(self.session, kept, guard, view)
+        positions = np.flatnonzero(view.alive[kept.rows])
+        if self.session.exclude_packed and self.state.packed:
+            rows = kept.rows[positions]
+            positions = positions[[view.id_of(row) not in self.state.packed for row in rows.tolist()]]
+        rows = kept.rows[positions]
+        overlap = np.zeros(len(rows), np.int32) if kept.overlap is None else kept.overlap[positions]
+        importance = view.importance[rows]
+        multiplier = None if factors is None else factors[rows]
+        if k is not None and k < len(rows):
+            chosen = self._best(kept, positions, importance, multiplier, overlap, k)
+        else:
+            chosen = np.arange(len(rows))
+        scores = cdr_score(
+            view.blocks,
+            self.columns,
+            rows=rows[chosen],
+            squared_norms=view.squared_norms,
+            importance=importance[chosen],
+            multiplier=None if multiplier is None else multiplier[chosen],
+            ngram_overlap=overlap[chosen],
+        )
+        best = best_first(scores.score, scores.rows, k)
+        at = chosen[best]
+        return Ranking(
+            facts=tuple(view.facts(scores.rows[best])),
+            score=scores.score[best],
+            score_without_guard=scores.score_without_guard[best],
+            relevance=scores.relevance[best],
+            coverage=scores.coverage[best],
+            residual_pull=scores.residual_pull[best],
+            novelty=scores.novelty[best],
+            ngram_overlap=overlap[at],
+            importance=importance[at],
+            multiplier=np.ones(len(at)) if multiplier is None else multiplier[at],
+            qualified=len(rows),
+            guard_activations=int(np.count_nonzero(overlap)),
+            coverage_depth=len(self.state.coverage),
+            store_version=view.version,
+        )
+
+    def _best(
+        self,
+        kept: KeptRows,
+        positions: Int64,
+        importance: Float64,
+        multiplier: Float64 | None,
+        overlap: npt.NDArray[np.int32],
+        k: int,
+    ) -> Int64:
+        """Indices into positions that may hold the k best, ascending: from kept cosines, else from the codes."""
+        if k == 0:
+            return positions[:0]
+        rows = kept.rows[positions]
+        codes = self.retriever.codes(self.view)
+        if self.columns.coverage is None and len(self.columns.residual) == 0 and codes is not None:
+            return codes.top(self.columns, self.view, rows, k, importance, multiplier, overlap)
+        shares = np.zeros(len(self.session.sub_queries))
+        entries = self.state.coverage
+        total = math.fsum(entry.depth_weight for entry in entries)
+        index = {item.id: j for j, item in enumerate(self.session.sub_queries)}
+        for entry in entries if total else ():
+            shares[index[entry.sub_query_id]] += entry.depth_weight / total
+        pulling = self.state.residual if len(self.columns.residual) else ()
+        remaining = np.array([index[item.id] for item in pulling], np.int64)
+        kept = self.retriever.cache.with_values(self.session, kept, self.columns, self.session.embeddings, self.view)
+        strength = importance if multiplier is None else importance * multiplier
+        if overlap.any():
+            strength = strength * (1.0 - np.minimum(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP))
+        chosen = kept.best(positions, self.columns, shares, remaining, strength, k)
+        return np.searchsorted(positions, chosen)
 
 
 def _multiplier(values: Multiplier | None, view: StoreView) -> Float64 | None:

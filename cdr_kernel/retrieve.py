@@ -5,7 +5,9 @@ Always a threshold search, never a top-K before the gate: a top-K by relevance i
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -17,6 +19,8 @@ from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
+from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache
+from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import cdr_score, check_k
 from cdr_kernel.store import FactStore, StoreView
 
@@ -24,6 +28,8 @@ KINDS = ("scan", "flat", "hnsw", "ivf")
 EXACT_KINDS = ("scan", "flat")
 
 _CHUNK = 65536
+WORTH_CODES = 16384
+"""Rows from which a scan makes codes; below, the exact routine alone is as quick."""
 _EF_SEARCH = 100
 _ROWS_PER_LIST = 39  # what FAISS wants to train one centroid
 _FLOAT32_EPS = float(np.finfo(np.float32).eps)
@@ -46,17 +52,22 @@ class Retriever:
     """Finds the facts of a store that pass the gate.
 
     kind:
-        "scan"  every row by the exact float64 routine (the default);
+        "scan"  int8 codes with a proven bound, the exact routine for what they leave open (the default): exact. Codes
+                are made in the background once a store has 16,384 rows, or at once by ``prepare``; rows without codes
+                are decided one by one;
         "flat"  FAISS inner product over unit rows, a range search with a margin, then the exact routine: exact;
         "hnsw"  FAISS HNSW (M 16, efConstruction 200, efSearch 100), the search widened until it leaves the gate:
                 approximate: facts may be missing (many, where many rows are alike), none is wrong;
         "ivf"   FAISS inverted lists (about sqrt(N) of them, `nprobe` visited): approximate in the same way.
 
-    The FAISS kinds keep a float32 copy of the rows in their index and take in what was added since the last search;
-    removed facts are masked. One retriever may serve many threads.
+    Added facts are seen by the next search, removed ones are masked. The FAISS kinds keep a float32 copy of the rows. A
+    retriever keeps what it found for a session (held weakly, at most ``cache_bytes`` in all), so that later windows
+    of the same query read only that. One retriever may serve many threads.
     """
 
-    def __init__(self, store: FactStore, kind: str = "scan", *, nprobe: int = 32) -> None:
+    def __init__(
+        self, store: FactStore, kind: str = "scan", *, nprobe: int = 32, cache_bytes: int = CACHE_BYTES
+    ) -> None:
         if not isinstance(store, FactStore):
             raise TypeError(f"store: expected a FactStore, got {type(store).__name__}")
         if kind not in KINDS:
@@ -66,7 +77,11 @@ class Retriever:
         self.store = store
         self.kind = kind
         self.nprobe = nprobe
+        self._cache = RowCache(cache_bytes)
         self._lock = threading.Lock()
+        self._codes: ScanIndex | None = None
+        self._look = True
+        self._coding: threading.Thread | None = None
         self._index: Any = None
         self._indexed: tuple[int, int] = (-1, 0)  # layout and rows that the index holds
 
@@ -93,11 +108,91 @@ class Retriever:
 
         Raises ValueError where the columns and the store differ in dimension.
         """
-        if columns.dim != view.dim:
-            raise ValueError(f"query: expected dimension {view.dim} (that of the store), got {columns.dim}")
-        subset = None if self.kind == "scan" else self._faiss_rows(columns, view)
-        passing = _C.gate_rows(view.blocks, view.squared_norms, columns.compiled, subset, view.alive)
-        return passing if subset is None else subset[passing]
+        return self.candidates_each([columns], view)[0]
+
+    def candidates_each(self, columns: Sequence[Columns], view: StoreView) -> list[Int64]:
+        """``candidates`` for each of the columns; a scan reads its codes once for all of them."""
+        for c in columns:
+            if c.dim != view.dim:
+                raise ValueError(f"query: expected dimension {view.dim} (that of the store), got {c.dim}")
+        codes = self.codes(view)
+        if codes is not None:
+            return codes.candidates_each(list(columns), view)
+        found = []
+        for c in columns:
+            subset = None if self.kind == "scan" else self._faiss_rows(c, view)
+            passing = _C.gate_rows(view.blocks, view.squared_norms, c.compiled, subset, view.alive)
+            found.append(passing if subset is None else subset[passing])
+        return found
+
+    def qualified(self, owners: Sequence[Any], columns: Sequence[Columns], view: StoreView) -> list[KeptRows]:
+        """The rows that pass for each owner's columns: kept from its last window, or found now and kept.
+
+        owners: sessions, or anything that can be held weakly; who asks another question is searched for again.
+        """
+        kept = [self._cache.get(owner, c, view) for owner, c in zip(owners, columns, strict=True)]
+        missing = [i for i, each in enumerate(kept) if each is None]
+        found = self.candidates_each([columns[i] for i in missing], view) if missing else []
+        for i, rows in zip(missing, found, strict=True):
+            kept[i] = self._cache.put(owners[i], columns[i], view, rows)
+        return [each for each in kept if each is not None]
+
+    @property
+    def cache(self) -> RowCache:
+        """What is kept for sessions."""
+        return self._cache
+
+    def prepare(self, advance: Callable[[int], object] | None = None) -> None:
+        """Make the scan's codes for all rows there are now; returns when they are made. Other kinds: nothing.
+
+        advance: called with the number of rows coded since the last call.
+        """
+        if self.kind == "scan":
+            self._make_codes(self.store.view(), advance)
+
+    def save(self) -> None:
+        """Write the codes into the folder that the store was loaded from, where the next retriever finds them.
+
+        Raises ValueError where the store was not loaded from a folder or has changed since: save it, load it again.
+        """
+        view = self.store.view()
+        if self.store.path is None or view.version:
+            raise ValueError("store: expected one that was loaded from a folder and has not changed since")
+        self.prepare()
+        assert self._codes is not None
+        self._codes.save(self.store.path)
+
+    def codes(self, view: StoreView) -> ScanIndex | None:
+        """The codes that serve this view, or None. Starts to make them, or those of added rows, where it is time."""
+        if self.kind != "scan":
+            return None
+        index = self._saved_codes(view) if self._codes is None else self._codes
+        if index is not None and index.layout != view.layout:
+            index = None
+        coded = 0 if index is None else index.rows
+        if view.rows - coded >= max(WORTH_CODES, coded // 8) and (self._coding is None or not self._coding.is_alive()):
+            self._coding = threading.Thread(target=self._code, args=(view,), name="cdr-codes")
+            self._coding.start()
+        return index
+
+    def _saved_codes(self, view: StoreView) -> ScanIndex | None:
+        """Those in the store's folder, looked for once; codes of other rows, or damaged ones, are made again."""
+        path, self._look = (self.store.path if self._look else None), False
+        if path is not None and view.layout == 0:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self._codes = ScanIndex.load(path, view)
+        return self._codes
+
+    def _code(self, view: StoreView) -> None:
+        with contextlib.suppress(_Abandoned):
+            self._make_codes(view, _stop_at_exit)
+
+    def _make_codes(self, view: StoreView, advance: Callable[[int], object] | None) -> None:
+        with self._lock:
+            if self._codes is None or self._codes.layout != view.layout:
+                self._codes = ScanIndex.build(view, advance=advance)
+            else:
+                self._codes.extend(view, advance=advance)
 
     def _faiss_rows(self, columns: Columns, view: StoreView) -> Int64 | None:
         """Rows that FAISS finds at the gates, ascending; None for all rows."""
@@ -121,6 +216,15 @@ class Retriever:
             self._index.add(_unit_rows(view, start, min(start + _CHUNK, view.rows)))
         self._indexed = (layout, max(rows, view.rows))
         return self._index
+
+
+class _Abandoned(Exception):
+    """The program ends while codes are made."""
+
+
+def _stop_at_exit(_: int) -> None:
+    if not threading.main_thread().is_alive():
+        raise _Abandoned
 
 
 def _unit_rows(view: StoreView, start: int, stop: int) -> npt.NDArray[np.float32]:

@@ -320,6 +320,11 @@ class Session:
         )
 
     @property
+    def embeddings(self) -> NDArray[np.float64]:
+        """The sub-queries' vectors, [S, D] float64, read-only."""
+        return self._embeddings
+
+    @property
     def state(self) -> SessionState:
         """The whole changing state at this moment, as one immutable value."""
         return self._state

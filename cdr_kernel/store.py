@@ -290,6 +290,8 @@ class FactStore:
         self.dim = int(dim)
         self.embedding_model = embedding_model
         self.dtype = np.dtype(name)
+        self.path: Path | None = None
+        """The folder that the store was loaded from."""
         self._hasher = TokenHasher(tokenizer, hash_key)
         self._lock = threading.RLock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
@@ -563,10 +565,7 @@ class FactStore:
         folder = Path(path)
         with self._lock:
             view, next_sequence = self._view, self._next_sequence
-        if folder.exists() and not folder.is_dir():
-            raise FileExistsError(f"{folder}: expected a folder, found a file")
-        if folder.exists() and any(folder.iterdir()) and not _is_store(folder):
-            raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
+        check_store_folder(folder)
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         data = folder / f"data-{secrets.token_hex(8)}"
@@ -696,6 +695,7 @@ class FactStore:
             tokens=_Tokens(mapped=(offsets, tokens) if n else None),
             sources=strings("sources"),
         )
+        store.path = folder
         store._row_of = None
         store._next_sequence = manifest["next_sequence"]
         store._view = store._view_of(storage, np.ones(n, np.bool_), version=0, layout=0)
@@ -766,12 +766,18 @@ def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
         np.save(file, np.array(offsets, np.int64), allow_pickle=False)
 
 
-def _is_store(folder: Path) -> bool:
+def check_store_folder(folder: Path) -> None:
+    """Raises FileExistsError unless a store may be saved there: nothing yet, an empty folder, or a store to replace."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder}: expected a store or a new folder, found a file")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        found = json.loads((folder / _MANIFEST).read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

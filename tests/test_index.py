@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from cdr_kernel import FactStore, files
+from cdr_kernel import files
 from cdr_kernel.files import FileError
-from cdr_kernel.index import FactFile, check_store_folder, save_store
+from cdr_kernel.index import FactFile
 
 MODEL = "m"
 
@@ -95,34 +95,3 @@ def test_an_id_that_comes_twice(six, row):
     facts.write_text("\n".join(content))
     with pytest.raises(FileError, match=rf"line {row + 1}: id: expected one that is new, got 'f0' as in line 1"):
         FactFile(facts, str(path)).build(embedding_model=MODEL)
-
-
-def test_only_stores_are_replaced(six, tmp_path):
-    facts, path, _ = six
-    store, _ = FactFile(facts, str(path)).build(embedding_model=MODEL)
-    folder = tmp_path / "new" / "store"
-    for _ in range(2):
-        save_store(store, folder)
-        assert FactStore.load(folder).ids == store.ids
-    other = tmp_path / "app"
-    other.mkdir()
-    check_store_folder(other)
-    (other / "manifest.json").write_text('{"name": "an app"}')
-    for taken in (other, facts):
-        with pytest.raises(FileError, match="expected a store or"):
-            save_store(store, taken)
-    assert (other / "manifest.json").read_text() == '{"name": "an app"}'
-
-
-def test_an_interrupted_save_leaves_nothing(six, tmp_path, monkeypatch):
-    facts, path, _ = six
-    store, _ = FactFile(facts, str(path)).build(embedding_model=MODEL)
-    folder = tmp_path / "store"
-
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(np, "save", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save_store(store, folder)
-    assert not folder.exists()

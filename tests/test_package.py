@@ -20,7 +20,7 @@ LADDER = [
     {"constants", "_C"},
     {"reference", "arrays", "ngram"},
     {"columns", "store", "tokenizers"},
-    {"score", "score_torch"},
+    {"score", "score_torch", "scan", "kept"},
     {"retrieve", "session", "assess"},
     {"rank"},
     {"pack"},

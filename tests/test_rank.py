@@ -80,12 +80,14 @@ def agree(ranking, expected):
         assert ranking.ngram_penalty[at] == pytest.approx(s.ngram_penalty)
 
 
-@pytest.mark.parametrize("kind", ["scan", "flat"])
+@pytest.mark.parametrize("kind", ["scan", "prepared scan", "flat"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("keywords", [{}, {"first_window_pull": True}, {"clamp_novelty": True}])
 def test_five_windows_with_adds_and_removes_between_them(kind, dtype, keywords):
     store, session, query, r = world(dtype=dtype, **keywords)
-    retriever = Retriever(store, kind)
+    retriever = Retriever(store, kind.split()[-1])
+    if kind == "prepared scan":
+        retriever.prepare()
     session.told = []
     for window in range(5):
         multiplier = {f"f{i}": float(r.random()) for i in range(0, 120, 2)} if window % 2 else None

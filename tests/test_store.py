@@ -308,7 +308,7 @@ class TestSaveAndLoad:
         (tmp_path / "notes.txt").write_text("mine")
         with pytest.raises(FileExistsError, match="found other files"):
             filled().save(tmp_path)
-        with pytest.raises(FileExistsError, match="found a file"):
+        with pytest.raises(FileExistsError, match="expected a store or a new folder, found a file"):
             filled().save(tmp_path / "notes.txt")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt"]
         for manifest in ('{"name": "a web app"}', "[1]", "not json"):

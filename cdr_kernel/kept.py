@@ -1,0 +1,192 @@
+"""What a retriever keeps of a session between windows, so that later windows read only the rows that qualified.
+
+With one query the facts that pass the gate are the same in every window of a session. They are found once, together
+with their cosines to all of the session's sub-queries; a later window combines those numbers, looks at what was added
+since, and leaves out what was removed. Kept numbers only choose which facts may be among the k best: what is returned
+is computed by the exact routine as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel import _C
+from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.columns import RESIDUAL, Columns
+from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
+from cdr_kernel.ngram import Generation, NGramGuard
+from cdr_kernel.store import StoreView
+
+CACHE_BYTES = 256 << 20
+_ULP = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """The rows int64 [M], ascending, that passed a question's gates among the first ``upto`` rows of a layout.
+
+    Good for views from ``version`` on: rows removed before it are missing, rows removed later are still in it. values:
+    float64 [M, 1 + S], the cosines to the query and to each of ``vectors`` [S, D], or None as long as no window has
+    asked for them. overlap: int32, n-gram counts of the first rows as of ``generation`` of the session's guard.
+    """
+
+    question: bytes
+    layout: int
+    version: int
+    upto: int
+    rows: Int64
+    vectors: Float64
+    values: Float64 | None = None
+    overlap: npt.NDArray[np.int32] | None = None
+    generation: Generation | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that are kept."""
+        return self.rows.nbytes + sum(a.nbytes for a in (self.values, self.overlap) if a is not None)
+
+    def before(self, row: int) -> KeptRows:
+        """What is kept of the rows under this number."""
+        m = int(np.searchsorted(self.rows, row))
+        return replace(
+            self,
+            upto=min(self.upto, row),
+            rows=self.rows[:m],
+            values=None if self.values is None else self.values[:m],
+            overlap=None if self.overlap is None else self.overlap[:m],
+        )
+
+    def best(
+        self, positions: Int64, columns: Columns, shares: Float64, remaining: Int64, strength: Float64 | None, k: int
+    ) -> Int64:
+        """Those of the positions, ascending, that may hold the k best scores, and all that tie with them.
+
+        shares: [S], the share of each vector in the coverage (Σ depth of its entries over all); remaining: the vectors
+        that pull; strength: [len(positions)], what multiplies effective relevance and novelty, default 1.
+        The kept cosines are the exact routine's own. Only the coverage is summed in another order, so scores are off
+        by no more than (D + 16) ulp of what multiplies it, taken fourfold.
+        """
+        assert self.values is not None
+        values = self.values[positions]
+        effective = values[:, 0]
+        pull = values[:, 1 + remaining].max(axis=1) if len(remaining) else 0.0
+        effective = np.maximum(effective, pull)
+        novelty = np.maximum(1.0 - np.minimum(values[:, 1:] @ shares, COVERAGE_PENALTY_CAP), MIN_NOVELTY_FLOOR)
+        if columns.clamp_novelty:
+            novelty = np.minimum(novelty, 1.0)
+        score = effective * novelty
+        off = np.abs(effective) * (4.0 * (columns.dim + 16) * _ULP)
+        if strength is not None:
+            score, off = score * strength, off * strength
+        lower = score - off
+        threshold = np.partition(lower, len(lower) - k)[len(lower) - k]
+        return np.asarray(positions[score + off >= threshold])
+
+
+class RowCache:
+    """KeptRows by owner, held weakly: they go when the owner does, or when others need the room."""
+
+    def __init__(self, limit: int = CACHE_BYTES) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._kept: weakref.WeakKeyDictionary[Any, KeptRows] = weakref.WeakKeyDictionary()
+        self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._clock = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for all owners."""
+        with self._lock:
+            return sum(kept.nbytes for kept in self._kept.values())
+
+    def get(self, owner: Any, columns: Columns, view: StoreView) -> KeptRows | None:
+        """What is kept of this owner if it asks the same of the same layout, with the rows added since."""
+        with self._lock:
+            kept = self._kept.get(owner)
+        if kept is None or kept.layout != view.layout or view.version < kept.version:
+            return None
+        if kept.question != _question(columns):
+            return None
+        if kept.upto > view.rows:
+            return kept.before(view.rows)
+        if kept.upto < view.rows:
+            added = np.arange(kept.upto, view.rows)
+            passing = added[_C.gate_rows(view.blocks, view.squared_norms, columns.compiled, added)]
+            kept = replace(
+                kept,
+                upto=view.rows,
+                rows=np.concatenate([kept.rows, passing]),
+                values=None
+                if kept.values is None
+                else np.concatenate([kept.values, _values(view, columns, kept.vectors, passing)]),
+            )
+        self._put(owner, kept)
+        return kept
+
+    def put(self, owner: Any, columns: Columns, view: StoreView, rows: Int64) -> KeptRows:
+        """Keep the rows that were found alive in this view for its owner."""
+        kept = KeptRows(_question(columns), view.layout, view.version, view.rows, rows, np.zeros((0, columns.dim)))
+        self._put(owner, kept)
+        return kept
+
+    def with_values(self, owner: Any, kept: KeptRows, columns: Columns, vectors: Float64, view: StoreView) -> KeptRows:
+        """The same with the cosines to these vectors [S, D], computed once."""
+        if kept.values is None or kept.vectors is not vectors:
+            kept = replace(kept, vectors=vectors, values=_values(view, columns, vectors, kept.rows))
+            self._put(owner, kept)
+        return kept
+
+    def with_overlap(self, owner: Any, kept: KeptRows, guard: NGramGuard, view: StoreView) -> KeptRows:
+        """The same with the n-gram counts of all rows: the kept ones advanced by what was written since."""
+        counted, rows = kept.overlap, kept.rows
+        known = 0 if counted is None else len(counted)
+        generation = guard.generation
+        since = None
+        if counted is not None and kept.generation is not None:
+            since = guard.overlap_since(kept.generation, view.tokens, rows[:known])
+        if counted is None or since is None:
+            overlap = guard.overlap_rows(view.tokens, rows)
+        else:
+            overlap = np.concatenate([counted + since, guard.overlap_rows(view.tokens, rows[known:])])
+        kept = replace(kept, overlap=overlap, generation=generation)
+        self._put(owner, kept)
+        return kept
+
+    def _put(self, owner: Any, kept: KeptRows) -> None:
+        with self._lock:
+            self._clock += 1
+            self._kept[owner] = kept
+            self._used[owner] = self._clock
+            total = sum(each.nbytes for each in self._kept.values())
+            for other in sorted(self._kept, key=lambda each: self._used[each]):
+                if total <= self.limit:
+                    break
+                total -= self._kept.pop(other).nbytes
+
+
+def _question(columns: Columns) -> bytes:
+    """What decides who passes: every gated column's vector and settings."""
+    parts = [columns.query, columns.gate[:1], columns.scale[:1], columns.shift[:1]]
+    for j in np.flatnonzero(columns.gate[RESIDUAL:] < np.inf):
+        at = RESIDUAL + j
+        parts += [
+            columns.residual[j],
+            columns.gate[at : at + 1],
+            columns.scale[at : at + 1],
+            columns.shift[at : at + 1],
+        ]
+    return b"".join(part.tobytes() for part in parts)
+
+
+def _values(view: StoreView, columns: Columns, vectors: Float64, rows: Int64) -> Float64:
+    """Exact cosines to the query, at its gate, and to the vectors: [len(rows), 1 + S]."""
+    question = Columns.spec(
+        columns.query, residual=vectors, min_relevance=float(columns.gate[0]), first_window_pull=True
+    )
+    return _C.column_values(view.blocks, view.squared_norms, question.compiled, rows)

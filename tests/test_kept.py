@@ -1,0 +1,234 @@
+"""Later windows and batches: what is kept of a session changes nothing but the time."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from test_rank import agree, truth, world
+
+from cdr_kernel import FactStore, Retriever, WindowReport, cdr_rank, rank_many
+from cdr_kernel.kept import RowCache
+from cdr_kernel.scan import ScanIndex
+
+
+def same(a, b):
+    assert a.ids == b.ids
+    for name in ("score", "score_without_guard", "relevance", "coverage", "residual_pull", "novelty", "ngram_overlap"):
+        assert getattr(a, name).tobytes() == getattr(b, name).tobytes(), name
+    assert (a.qualified, a.guard_activations, a.store_version) == (b.qualified, b.guard_activations, b.store_version)
+
+
+def advance(session, r, output=""):
+    addressed = tuple(s.id for s in session.residual[:1])
+    depths = {i: float(r.choice([0.0, 0.15, 0.9])) for i in addressed}
+    session.update(WindowReport(0.1, addressed, depths), output, embedding_model="m1")
+    session.told = [*getattr(session, "told", []), output]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("keywords", [{}, {"first_window_pull": True}, {"clamp_novelty": True, "min_relevance": -1.0}])
+def test_a_kept_window_equals_a_fresh_one(prepared, keywords):
+    store, session, query, r = world(400, **keywords)
+    retriever = Retriever(store)
+    for window in range(6):
+        if prepared and window == 2:
+            retriever.prepare()
+        for k in (1, 9, None):
+            same(cdr_rank(query, retriever, session, k=k), cdr_rank(query, Retriever(store), session, k=k))
+        ranking = cdr_rank(query, retriever, session, k=6)
+        advance(session, r, " ".join(f.text for f in ranking.facts[:3]))
+        store.remove(ranking.ids[:2])
+        store.add([f"n{window}-{i}" for i in range(5)], ["w1 w2 w3 w4 w5 w6"] * 5, query + r.standard_normal((5, 12)))
+    agree(cdr_rank(query, retriever, session, k=20), truth(store, session, query, k=20))
+
+
+def test_only_new_rows_are_searched(monkeypatch):
+    store, session, query, r = world(300)
+    retriever = Retriever(store)
+    cdr_rank(query, retriever, session, k=5)
+    advance(session, r)
+    monkeypatch.setattr(Retriever, "candidates_each", lambda *_: pytest.fail("searched again"))
+    first = cdr_rank(query, retriever, session, k=5)
+    assert retriever.cache.nbytes > 0
+    store.add(["new"], ["new"], query[None] * 2)
+    assert cdr_rank(query, retriever, session, k=5).qualified == first.qualified + 1
+    with pytest.raises(pytest.fail.Exception):
+        cdr_rank(query + 1.0, retriever, session, k=5)  # another question
+
+
+def test_a_changed_query_gate_or_layout_is_noticed():
+    store, session, query, r = world(300)
+    retriever = Retriever(store)
+    for _ in range(3):
+        for question in (query, query + r.standard_normal(12)):
+            same(cdr_rank(question, retriever, session, k=9), cdr_rank(question, Retriever(store), session, k=9))
+        advance(session, r)
+        store.remove([store.ids[3]])
+        store.compact()
+
+
+def test_an_older_view_is_not_served_from_a_newer_one():
+    store, session, query, _ = world(100)
+    retriever = Retriever(store)
+    old, columns = store.view(), session.columns(query)
+    before = retriever.candidates(columns, old).tolist()
+    store.remove([old.id_of(before[0])])
+    assert retriever.qualified([session], [columns], store.view())[0].rows.tolist() == before[1:]
+    assert retriever.qualified([session], [columns], old)[0].rows.tolist() == before
+
+
+def test_what_is_kept_goes_with_the_session():
+    store, session, query, _ = world(300)
+    retriever = Retriever(store)
+    cdr_rank(query, retriever, session)
+    assert retriever.cache.nbytes > 0
+    del session
+    gc.collect()
+    assert retriever.cache.nbytes == 0
+
+
+def test_memory_is_bounded_least_recently_used_first():
+    store, _, query, _ = world(300)
+    columns = world()[1].columns(query)
+
+    class Owner:
+        pass
+
+    owners = [Owner() for _ in range(4)]
+    rows = np.arange(100)
+    cache = RowCache(limit=3 * rows.nbytes)
+    view = store.view()
+    for owner in owners[:3]:
+        cache.put(owner, columns, view, rows)
+    assert cache.get(owners[0], columns, view) is not None
+    cache.put(owners[3], columns, view, rows)
+    assert cache.nbytes == 3 * rows.nbytes
+    assert [cache.get(owner, columns, view) is not None for owner in owners] == [True, False, True, True]
+    cache.put(Owner(), columns, view, np.arange(10**4))
+    assert cache.nbytes <= cache.limit
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("k", [None, 0, 7])
+def test_a_batch_ranks_as_one_by_one(prepared, k):
+    store, _, _, r = world(500)
+    retriever = Retriever(store)
+    if prepared:
+        retriever.prepare()
+    asked = [world(5, seed=seed, min_relevance=gate)[1:3] for seed, gate in ((1, 0.2), (2, 0.4), (3, -1.0), (4, 0.99))]
+    for _ in range(3):
+        sessions, queries = [s for s, _ in asked], [q for _, q in asked]
+        batch = rank_many(queries, retriever, sessions, k=k)
+        for query, session, ranking in zip(queries, sessions, batch, strict=True):
+            same(ranking, cdr_rank(query, Retriever(store), session, k=k))
+            advance(session, r)
+    assert rank_many([], retriever, []) == []
+
+
+def test_a_batch_is_checked_before_anything_is_ranked():
+    store, session, query, _ = world(50)
+    retriever = Retriever(store)
+    with pytest.raises(ValueError, match="queries: expected 2"):
+        rank_many([query], retriever, [session, session])
+    with pytest.raises(ValueError, match="query: "):
+        rank_many([query, query[:3]], retriever, [session, session])
+    with pytest.raises(ValueError, match="k: expected"):
+        rank_many([query], retriever, [session], k=-1)
+    assert retriever.cache.nbytes == 0
+
+
+def test_codes_are_made_in_the_background_and_change_nothing():
+    r = np.random.default_rng(0)
+    store = FactStore(8, embedding_model="m1")
+    n = 17000
+    store.add([f"f{i}" for i in range(n)], [""] * n, r.standard_normal((n, 8)))
+    retriever, query = Retriever(store), r.standard_normal(8)
+    before = retriever.search(query, min_relevance=0.6)
+    retriever._coding.join()
+    assert retriever.codes(store.view()) is not None
+    after = retriever.search(query, min_relevance=0.6)
+    assert before.rows.tolist() == after.rows.tolist()
+    assert before.relevance.tobytes() == after.relevance.tobytes()
+    store.add([f"g{i}" for i in range(n)], [""] * n, r.standard_normal((n, 8)))
+    assert len(retriever.search(query, min_relevance=0.6)) > len(after)
+    retriever._coding.join()
+    assert retriever.codes(store.view()).rows == 2 * n
+
+
+def saved_and_loaded(tmp_path, n=17000):
+    r = np.random.default_rng(0)
+    store = FactStore(8, embedding_model="m1")
+    store.add([f"f{i}" for i in range(n)], [""] * n, r.standard_normal((n, 8)))
+    store.save(tmp_path)
+    return FactStore.load(tmp_path), r.standard_normal(8)
+
+
+def test_saved_codes_are_found_again(tmp_path, monkeypatch):
+    store, query = saved_and_loaded(tmp_path)
+    first = Retriever(store)
+    coded = []
+    first.prepare(coded.append)
+    assert sum(coded) == 17000
+    first.save()
+    monkeypatch.setattr(ScanIndex, "build", lambda *_, **__: pytest.fail("made again"))
+    again = Retriever(FactStore.load(tmp_path))
+    assert again.codes(again.store.view()).rows == 17000
+    for gate in (0.5, 0.9, -1.0):
+        a, b = first.search(query, min_relevance=gate), again.search(query, min_relevance=gate)
+        assert (a.rows.tolist(), a.relevance.tobytes()) == (b.rows.tolist(), b.relevance.tobytes())
+
+
+def test_stale_or_damaged_codes_are_made_again(tmp_path):
+    store, query = saved_and_loaded(tmp_path)
+    Retriever(store).save()
+    store.remove(["f3"])
+    store.save(tmp_path)
+    for _ in range(2):
+        retriever = Retriever(FactStore.load(tmp_path))
+        truth = retriever.search(query, min_relevance=0.5)
+        retriever._coding.join()
+        assert retriever.search(query, min_relevance=0.5).rows.tolist() == truth.rows.tolist()
+        retriever.save()
+        (tmp_path / "scan.json").write_text("{")
+
+
+def test_only_unchanged_loaded_stores_save_codes(tmp_path):
+    store, _ = saved_and_loaded(tmp_path, 10)
+    with pytest.raises(ValueError, match="loaded from a folder and has not changed"):
+        Retriever(FactStore(8, embedding_model="m1")).save()
+    store.remove(["f1"])
+    with pytest.raises(ValueError, match="loaded from a folder and has not changed"):
+        Retriever(store).save()
+
+
+def test_a_program_that_ends_does_not_wait_for_codes():
+    script = """
+        import numpy as np, time
+        from cdr_kernel import FactStore, Retriever
+        n = 60000
+        store = FactStore(64, embedding_model="m")
+        store.add([str(i) for i in range(n)], [""] * n, np.random.default_rng(0).standard_normal((n, 64)))
+        Retriever(store).search(np.ones(64))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_view_with_fewer_rows_is_served_from_the_front():
+    store, session, query, r = world(200)
+    retriever = Retriever(store)
+    cdr_rank(query, retriever, session, k=5)
+    old = store.view()
+    store.add([f"n{i}" for i in range(50)], ["w1 w2"] * 50, query + r.standard_normal((50, 12)))
+    advance(session, r, "w1 w2 w3 w4 w5 w6 w7")
+    whole = cdr_rank(query, retriever, session)
+    columns = session.columns(query)
+    (kept,) = retriever.qualified([session], [columns], old)
+    assert kept.rows.tolist() == retriever.candidates(columns, old).tolist()
+    assert len(kept.values) == len(kept.rows)
+    same(cdr_rank(query, retriever, session), whole)
