@@ -202,11 +202,7 @@ def cdr_score(
     results = []
     for c, positions, f in zip(sessions, found, each, strict=True):
         at = positions if index is None else index[positions]
-        if squared_norms is None:
-            scores, kept = _exact(*_copied(data[0], at), c, f.take(positions), k)
-        else:
-            scores, kept = _exact(data, squared_norms, at, c, f.take(positions), k)
-        results.append(replace(scores, rows=at[kept]))
+        results.append(exact_scores(data, squared_norms, at, c, f.take(positions), k))
     return results[0] if single else results
 
 
@@ -234,6 +230,17 @@ class Factors:
             return None if values is None else np.ascontiguousarray(values[positions])
 
         return Factors(at(self.importance), at(self.multiplier), at(self.ngram_overlap))
+
+
+def exact_scores(
+    data: tuple[Any, ...], squared_norms: Float64 | None, rows: Int64, c: Columns, factors: Factors, k: int | None
+) -> Scores:
+    """The exact scores of those of rows that pass; with k of the k best. data without squared norms is on a device."""
+    if squared_norms is None:
+        scores, kept = _exact(*_copied(data[0], rows), c, factors, k)
+    else:
+        scores, kept = _exact(data, squared_norms, rows, c, factors, k)
+    return replace(scores, rows=rows[kept])
 
 
 def _exact(

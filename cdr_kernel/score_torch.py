@@ -155,7 +155,7 @@ def _chunks(data: tuple[Any, ...], index: Int64 | None, dim: int) -> Iterator[tu
     if index is None:
         start = 0
         for block in data:
-            tensor = block if is_tensor(block) else _borrowed(block)
+            tensor = block if is_tensor(block) else borrowed(block)
             for part in tensor.split(size) if len(tensor) else ():
                 yield start, start + len(part), part
                 start += len(part)
@@ -169,7 +169,7 @@ def _chunks(data: tuple[Any, ...], index: Int64 | None, dim: int) -> Iterator[tu
         yield start, start + len(rows), part
 
 
-def _borrowed(a: npt.NDArray[Any]) -> torch.Tensor:
+def borrowed(a: npt.NDArray[Any]) -> torch.Tensor:
     """a as a tensor without a copy. torch warns of arrays that are read-only; nobody writes to this one."""
     if a.flags.writeable:
         return torch.from_numpy(a)
