@@ -7,6 +7,7 @@ float64 routine then computes every number that is returned, so all implementati
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
@@ -21,6 +22,8 @@ from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_
 
 if TYPE_CHECKING:
     import torch
+
+    from cdr_kernel.device import DeviceView
 
 IMPLS = ("cpp", "torch")
 
@@ -156,6 +159,9 @@ def cdr_score(
     impl: "cpp" (every row in float64; the default on the CPU) or "torch" (float32 on the tensor's device, with a
     margin, then the exact routine for what may pass).
 
+    embeddings may be a ``DeviceView`` too: the rows of a store on a device. It knows which are removed, and importance
+    defaults to the store's.
+
     Raises ValueError, TypeError or IndexError for what is not so. Zero and non-finite rows are ValueErrors.
     """
     single = isinstance(columns, Columns)
@@ -166,8 +172,11 @@ def cdr_score(
         if not isinstance(c, Columns):
             raise TypeError(f"columns: expected Columns or a sequence of them, got {type(c).__name__}")
     check_k(k)
+    resident = _resident(embeddings, rows)
+    if resident is not None:
+        embeddings, squared_norms, rows = resident.blocks, resident.squared_norms, resident.index
     on_host = not (is_tensor(embeddings) and embeddings.device.type != "cpu")
-    impl = choose_impl(impl, on_host)
+    impl = choose_impl(impl, on_host if resident is None else resident.device.type == "cpu")
     data: tuple[Any, ...] = (
         as_blocks(embeddings, sessions[0].dim if sessions else 1) if on_host else _device_rows(embeddings)
     )
@@ -185,7 +194,8 @@ def cdr_score(
             raise ValueError(f"squared_norms: expected {n} entries (one per row), got {len(squared_norms)}")
     index = None if rows is None else _index(rows, n)
     count = n if index is None else len(index)
-    weights = factor(importance, count, "importance")
+    of_store = resident is not None and importance is None
+    weights = resident.importance if of_store and resident else factor(importance, count, "importance")
     factors = factor(multiplier, count, "multiplier")
     with np.errstate(over="ignore"):
         if weights is not None and factors is not None and not np.isfinite(weights * factors).all():
@@ -193,12 +203,16 @@ def cdr_score(
 
     overlaps = _overlaps(ngram_overlap, len(sessions), count)
     each = [Factors(weights, factors, overlap) for overlap in overlaps]
-    if impl == "torch":
+    if resident is not None and impl == "torch":
+        from cdr_kernel.bounds import bounded_search
+
+        found = bounded_search(impl, data, squared_norms, sessions, index, each, k, resident.source(of_store))
+    elif impl == "torch":
         from cdr_kernel.score_torch import torch_candidates
 
         found = torch_candidates(data, squared_norms, sessions, index, each, k)
     else:
-        found = [np.arange(count) for _ in sessions]
+        found = [np.arange(count) if resident is None else resident.living()] * len(sessions)
     results = []
     for c, positions, f in zip(sessions, found, each, strict=True):
         at = positions if index is None else index[positions]
@@ -241,6 +255,15 @@ def exact_scores(
     else:
         scores, kept = _exact(data, squared_norms, rows, c, factors, k)
     return replace(scores, rows=rows[kept])
+
+
+def _resident(embeddings: Any, rows: Any) -> DeviceView | None:
+    """embeddings as a DeviceView narrowed to rows; None for everything else."""
+    device = sys.modules.get("cdr_kernel.device")
+    if device is None or not isinstance(embeddings, device.DeviceView):
+        return None
+    view: DeviceView = embeddings
+    return view if rows is None else view.narrow(_index(rows, view.rows))
 
 
 def _exact(

@@ -22,6 +22,7 @@ LADDER = [
     {"columns", "store", "tokenizers"},
     {"bounds", "score_torch"},
     {"score", "scan", "kept"},
+    {"device"},
     {"retrieve", "session", "assess"},
     {"rank"},
     {"pack"},
@@ -66,7 +67,7 @@ def test_imports_go_down_only():
 def test_heavy_packages_are_imported_where_they_are_used():
     for name, path in modules().items():
         allowed = {"cli": {"typer"}}.get(name, set())
-        if name in ("score_torch", "bounds"):
+        if name in ("score_torch", "bounds", "device"):
             allowed = {"torch"}
         assert not (imported(path)[1] & HEAVY) - allowed, name
 
