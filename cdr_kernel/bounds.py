@@ -496,7 +496,7 @@ def bounded_search(
     k: int | None,
     source: Source | None = None,
 ) -> list[Int64]:
-    """``torch_candidates`` by bounds, with plain torch ("torch").
+    """``torch_candidates`` by bounds, with the Triton kernel ("triton") or plain torch ("torch").
 
     source: where the rows are if not in data (host blocks, or one tensor on a device); data is then their host copy.
     """
@@ -504,14 +504,21 @@ def bounded_search(
 
     if source is None:
         source = _source(data, squared_norms, index)
-    loss = {"highest": 0.0, "high": 2.0**-9}.get(torch.get_float32_matmul_precision(), 2.0**-6)
+    run: Pass = bounds_torch
+    limits, loss = (32, 128), {"highest": 0.0, "high": 2.0**-9}.get(torch.get_float32_matmul_precision(), 2.0**-6)
+    if impl == "triton":
+        from cdr_kernel import score_triton
+
+        run = score_triton.launch
+        limits = score_triton.tile_limits(score_triton.capability(source.device), source.norms)
+        loss = 0.0  # the kernel names its own precision
 
     def kth_best(session: int, positions: Int64) -> float:
         rows = positions if index is None else index[positions]
         scores = exact_scores(data, squared_norms, rows, sessions[session], factors[session].take(positions), k)
         return float(scores.score[-1]) if k is not None and len(scores) == k else -np.inf
 
-    return bounded_candidates(source, sessions, factors, k, bounds_torch, kth_best, loss=loss)
+    return bounded_candidates(source, sessions, factors, k, run, kth_best, limits, loss)
 
 
 def _source(data: tuple[Any, ...], squared_norms: Float64 | None, index: Int64 | None) -> Source:

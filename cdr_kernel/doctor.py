@@ -6,11 +6,12 @@ import os
 import platform
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import cdr_kernel
 from cdr_kernel import _C
-from cdr_kernel.score import available_impls, choose_impl
+from cdr_kernel.score import available_impls, choose_impl, no_triton
 
 PREFIX = "CDR_KERNEL_"
 VARIABLES = ("CDR_DATA_DIR", "CDR_KERNEL_IMPL", "CDR_KERNEL_SIMD", "CDR_KERNEL_THREADS")
@@ -33,6 +34,7 @@ def diagnose() -> dict[str, Any]:
         "numpy": attempt("numpy", lambda: _version("numpy")),
         "torch": attempt("torch", lambda: _version("torch")),
         "faiss": attempt("faiss", lambda: _version("faiss")),
+        "triton": _version("triton") if find_spec("triton") else None,
         "pyarrow": attempt("pyarrow", lambda: _version("pyarrow")),
     }
     environment = {n: v for n, v in sorted(os.environ.items()) if n in VARIABLES or n.startswith(PREFIX)}
@@ -48,9 +50,9 @@ def diagnose() -> dict[str, Any]:
         "simd_levels": attempt("simd_levels", _C.simd_levels),
         "threads": attempt("threads", _C.threads),
         "gpus": attempt("gpus", _gpus) if versions["torch"] else [],
-        "impls": list(available_impls()),
-        "impl_for_cpu": attempt("impl_for_cpu", lambda: choose_impl(None, True)),
-        "impl_for_cuda": attempt("impl_for_cuda", lambda: choose_impl(None, False)),
+        "impls": list(dict.fromkeys([*available_impls("cpu"), *available_impls("cuda")])),
+        "impl_for_cpu": attempt("impl_for_cpu", lambda: choose_impl(None, "cpu")),
+        "impl_for_cuda": attempt("impl_for_cuda", lambda: choose_impl(None, "cuda")),
         "environment": environment,
         "problems": problems,
     }
@@ -60,7 +62,11 @@ def reason(on_cpu: bool) -> str:
     """Why that implementation is chosen, in words."""
     if os.environ.get("CDR_KERNEL_IMPL"):
         return "CDR_KERNEL_IMPL says so"
-    return "every row exactly, on all threads" if on_cpu else "float32 where the rows are, then the exact routine"
+    if on_cpu:
+        return "every row exactly, on all threads"
+    if missing := no_triton("cuda"):
+        return f"float32 where the rows are, then the exact routine; {missing}"
+    return "one fused kernel in the rows' own dtype, then the exact routine"
 
 
 def _version(module: str) -> str:

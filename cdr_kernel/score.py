@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from cdr_kernel.device import DeviceView
 
-IMPLS = ("cpp", "torch")
+IMPLS = ("cpp", "torch", "triton")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +76,58 @@ def check_k(k: int | None) -> None:
         raise ValueError(f"k: expected at least 0, got {k}")
 
 
-def available_impls() -> tuple[str, ...]:
-    """The implementations that ``impl=`` takes here, the default for CPU data first."""
-    return IMPLS
+def available_impls(device: Any = "cpu") -> tuple[str, ...]:
+    """The implementations that ``impl=`` takes here for data on this device, the default first."""
+    default = _default(device)
+    return (default, *(i for i in IMPLS if i != default and (i != "triton" or not no_triton(device))))
 
 
-def choose_impl(impl: str | None, on_cpu: bool = True) -> str:
-    """impl itself if it is known, else CDR_KERNEL_IMPL, else cpp for CPU data and torch for the rest."""
-    asked = os.environ.get("CDR_KERNEL_IMPL") or ("cpp" if on_cpu else "torch") if impl is None else impl
+def choose_impl(impl: str | None, device: Any = "cpu") -> str:
+    """impl itself if it runs here, else CDR_KERNEL_IMPL, else cpp for CPU data, triton or torch for the rest.
+
+    device: a torch.device or its name. Without ``impl`` and CDR_KERNEL_IMPL, triton is taken for CUDA tensors where
+    Triton is installed and the GPU is of compute capability 8.0 or later. Raises ValueError for an unknown name and
+    for triton on a device it does not run on, ImportError where it is asked for and not installed.
+    """
+    asked = os.environ.get("CDR_KERNEL_IMPL") or _default(device) if impl is None else impl
+    where = "CDR_KERNEL_IMPL" if impl is None else "impl"
     if asked not in IMPLS:
-        where = "CDR_KERNEL_IMPL" if impl is None else "impl"
         raise ValueError(f"{where}: expected one of {', '.join(IMPLS)}, got {asked!r}")
+    if asked == "triton":
+        if not triton_installed():
+            raise ImportError(f"{where}: {no_triton(device)}")
+        if reason := no_triton(device):
+            raise ValueError(f"{where}: {reason}")
     return asked
+
+
+def _default(device: Any) -> str:
+    kind = str(device).split(":")[0]
+    if kind == "cpu":
+        return "cpp"
+    return "triton" if kind == "cuda" and not no_triton(device) else "torch"
+
+
+@cache
+def triton_installed() -> bool:
+    """Whether Triton could be imported; it is not, to find out."""
+    return find_spec("triton") is not None
+
+
+def no_triton(device: Any) -> str:
+    """Why triton cannot be used for data on this device; empty where it can."""
+    if not triton_installed():
+        return 'triton is not installed: pip install "cdr-kernel[gpu]"'
+    kind = str(device).split(":")[0]
+    if kind != "cuda":
+        interpreted = kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        return "" if interpreted else f"triton runs on CUDA (on the CPU only under TRITON_INTERPRET=1), not on {kind}"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(torch.device(device))
+        if capability < (8, 0):
+            return f"triton needs compute capability 8.0, {device} has {capability[0]}.{capability[1]}"
+    return ""
 
 
 def _overlaps(values: Any, sessions: int, n: int) -> list[npt.NDArray[np.int32] | None]:
@@ -156,13 +198,15 @@ def cdr_score(
     finite and >= 0, default 1. ngram_overlap: counts, [N] (or [M]), or one such row per session, default 0.
     k: only the k best, best first; None: all that pass, in the order of their rows. squared_norms: float64 [N]
     as ``StoreView`` keeps them, to save computing them again; the rows are then trusted. Not used on a device.
-    impl: "cpp" (every row in float64; the default on the CPU) or "torch" (float32 on the tensor's device, with a
-    margin, then the exact routine for what may pass).
+    impl: "cpp" (every row in float64; the default on the CPU), "torch" (float32 on the tensor's device, with a
+    margin, then the exact routine for what may pass) or "triton" (one fused kernel in the rows' own dtype, then the
+    same; the default on CUDA devices).
 
     embeddings may be a ``DeviceView`` too: the rows of a store on a device. It knows which are removed, and importance
     defaults to the store's.
 
-    Raises ValueError, TypeError or IndexError for what is not so. Zero and non-finite rows are ValueErrors.
+    Raises ValueError, TypeError or IndexError for what is not so, ImportError for an impl that is not installed. Zero
+    and non-finite rows are ValueErrors.
     """
     single = isinstance(columns, Columns)
     if not isinstance(columns, Columns | Iterable):
@@ -176,7 +220,7 @@ def cdr_score(
     if resident is not None:
         embeddings, squared_norms, rows = resident.blocks, resident.squared_norms, resident.index
     on_host = not (is_tensor(embeddings) and embeddings.device.type != "cpu")
-    impl = choose_impl(impl, on_host if resident is None else resident.device.type == "cpu")
+    impl = choose_impl(impl, (resident or embeddings).device if resident or not on_host else "cpu")
     data: tuple[Any, ...] = (
         as_blocks(embeddings, sessions[0].dim if sessions else 1) if on_host else _device_rows(embeddings)
     )
@@ -203,10 +247,11 @@ def cdr_score(
 
     overlaps = _overlaps(ngram_overlap, len(sessions), count)
     each = [Factors(weights, factors, overlap) for overlap in overlaps]
-    if resident is not None and impl == "torch":
+    if impl == "triton" or (resident is not None and impl == "torch"):
         from cdr_kernel.bounds import bounded_search
 
-        found = bounded_search(impl, data, squared_norms, sessions, index, each, k, resident.source(of_store))
+        source = None if resident is None else resident.source(of_store)
+        found = bounded_search(impl, data, squared_norms, sessions, index, each, k, source)
     elif impl == "torch":
         from cdr_kernel.score_torch import torch_candidates
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cdr_kernel import _C, Columns, available_impls, cdr_score, reference
+from cdr_kernel import _C, Columns, available_impls, cdr_score, reference, score
+from cdr_kernel.score import choose_impl
 
 IMPLS = available_impls()
 TOLERANCE = 1e-12  # readings, "Exact arithmetic"
@@ -428,3 +429,57 @@ class TestColumns:
         tiny = Columns.spec(query, coverage=entries, depth_weights=[5e-324, 5e-324])
         full = Columns.spec(query, coverage=entries, depth_weights=[1.0, 1.0])
         assert tiny.coverage.tolist() == full.coverage.tolist()
+
+
+class TestTheChoice:
+    @pytest.fixture(autouse=True)
+    def _as_on_a_plain_machine(self, monkeypatch):
+        for name in ("CDR_KERNEL_IMPL", "TRITON_INTERPRET"):
+            monkeypatch.delenv(name, raising=False)
+        self.installed = True
+        monkeypatch.setattr(score, "triton_installed", lambda: self.installed)
+
+    def test_by_the_device_and_by_what_is_installed(self):
+        assert [choose_impl(None, d) for d in ("cpu", "cuda", "cuda:1", "mps")] == ["cpp", "triton", "triton", "torch"]
+        assert available_impls() == ("cpp", "torch")
+        assert available_impls("cuda") == ("triton", "cpp", "torch")
+        self.installed = False
+        assert [choose_impl(None, d) for d in ("cpu", "cuda")] == ["cpp", "torch"]
+        assert available_impls("cuda") == ("torch", "cpp")
+
+    def test_an_old_gpu_takes_torch(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert choose_impl(None, "cuda:0") == "torch"
+        with pytest.raises(ValueError, match=r"impl: triton needs compute capability 8\.0, cuda:0 has 7\.5"):
+            choose_impl("triton", "cuda:0")
+
+    def test_what_is_forced_and_missing_is_loud(self, monkeypatch):
+        with pytest.raises(ValueError, match="impl: triton runs on CUDA"):
+            cdr_score(np.ones((2, 2)), Columns.spec([1.0, 1.0]), impl="triton")
+        self.installed = False
+        with pytest.raises(ImportError, match=r'impl: triton is not installed: pip install "cdr-kernel\[gpu\]"'):
+            cdr_score(np.ones((2, 2)), Columns.spec([1.0, 1.0]), impl="triton")
+        monkeypatch.setenv("CDR_KERNEL_IMPL", "triton")
+        with pytest.raises(ImportError, match="CDR_KERNEL_IMPL: triton is not installed"):
+            choose_impl(None, "cuda")
+
+    def test_the_interpreter_opens_the_cpu(self, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert choose_impl("triton", "cpu") == "triton"
+        assert available_impls() == ("cpp", "torch", "triton")
+        assert choose_impl(None, "cpu") == "cpp"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("impl", ["torch", "triton", None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tensors_on_a_gpu(impl, dtype):
+    embeddings, columns, r = workload(5000)
+    importance = r.random(5000)
+    for number in range(torch.cuda.device_count()):
+        tensor = torch.from_numpy(embeddings).to(dtype).to(f"cuda:{number}")
+        for k in (None, 20):
+            with torch.cuda.stream(torch.cuda.Stream(number)):
+                found = cdr_score(tensor, columns, importance=importance, k=k, impl=impl)
+            assert bits(found) == bits(cdr_score(tensor.cpu(), columns, importance=importance, k=k, impl="cpp"))
