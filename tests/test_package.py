@@ -22,7 +22,7 @@ LADDER = [
     {"columns", "store", "tokenizers"},
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
-    {"device"},
+    {"device", "torch_ops"},
     {"retrieve", "session", "assess"},
     {"rank"},
     {"pack"},
@@ -67,7 +67,7 @@ def test_imports_go_down_only():
 def test_heavy_packages_are_imported_where_they_are_used():
     for name, path in modules().items():
         allowed = {"cli": {"typer"}, "score_triton": {"torch", "triton"}}.get(name, set())
-        if name in ("score_torch", "bounds", "device"):
+        if name in ("score_torch", "bounds", "device", "torch_ops"):
             allowed = {"torch"}
         assert not (imported(path)[1] & HEAVY) - allowed, name
 

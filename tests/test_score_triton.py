@@ -85,7 +85,7 @@ def test_parity(interpreted, case):
     assert interpreted[case] == "", interpreted[case]
 
 
-@pytest.mark.parametrize("case", ["nothing below and nothing kept", "cdr_score under triton"])
+@pytest.mark.parametrize("case", ["nothing below and nothing kept", "cdr_score under triton", "the op"])
 def test_interpreted(interpreted, case):
     assert interpreted[case] == "", interpreted[case]
 
@@ -229,6 +229,13 @@ def cdr_score_under_triton():
     assert code == 0
 
 
+def the_op():
+    """torch.ops.cdr_kernel on CPU tensors goes through the kernel here."""
+    from test_torch_ops import check_score_bounds_op
+
+    check_score_bounds_op("triton")
+
+
 def compile_case(dtype, dim, sessions, residual, flags, target):
     """Resources and instructions of the kernel as it is launched for this shape on this target."""
     import torch
@@ -313,6 +320,7 @@ def main(half):
         cases |= {
             "nothing below and nothing kept": nothing_below_and_nothing_kept,
             "cdr_score under triton": cdr_score_under_triton,
+            "the op": the_op,
         }
     else:
         cases = {

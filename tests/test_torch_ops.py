@@ -1,0 +1,118 @@
+"""torch.ops.cdr_kernel: opcheck, torch.compile and parity over dtypes on CPU tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_bounds import some_columns
+
+import cdr_kernel.torch_ops  # noqa: F401, registers the operators
+from cdr_kernel import cdr_score
+from cdr_kernel.bounds import Factors32, Rows, bounds_torch, pack
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def arguments(dtype, n=60, dim=12, residual=3, mode="random"):
+    """Arguments of the exact op, and what cdr_score says."""
+    r = np.random.default_rng(residual)
+    c = some_columns(r, dim, 1, residual, mode)
+    embeddings = torch.from_numpy(r.standard_normal((n, dim))).to(dtype)
+    coverage = np.zeros(dim) if c.coverage is None else c.coverage
+    vectors = torch.from_numpy(np.vstack([c.query[None], coverage[None], c.residual]))
+    settings = [torch.from_numpy(a.copy()) for a in (c.scale, c.shift, c.weight, c.gate)]
+    importance, overlap = torch.from_numpy(r.random(n)), torch.from_numpy(r.integers(0, 5, n))
+    scores = cdr_score(embeddings, c, importance=importance, ngram_overlap=overlap, impl="cpp")
+    expected = np.full(n, -np.inf)
+    expected[scores.rows] = scores.score
+    return (
+        embeddings,
+        vectors,
+        *settings,
+        c.coverage is not None,
+        c.clamp_novelty,
+        importance,
+        None,
+        overlap,
+    ), expected
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["spec", "random"])
+def test_score_is_cdr_score(dtype, impl, mode):
+    given, expected = arguments(dtype, mode=mode)
+    assert torch.ops.cdr_kernel.score(*given, impl).numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+def test_score_passes_opcheck(impl):
+    given, _ = arguments(torch.float32)
+    torch.library.opcheck(torch.ops.cdr_kernel.score, (*given, impl))
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_score_compiles_into_one_graph(dtype, impl):
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def best(embeddings, *rest):
+        return torch.topk(torch.ops.cdr_kernel.score(embeddings * 2, *rest, impl), 3).values
+
+    for n in (60, 50):
+        given, expected = arguments(dtype, n)
+        assert best(*given).tolist() == np.sort(expected)[::-1][:3].tolist()
+
+
+def bounds_arguments(dtype, dim=20, sessions=5, picked=False):
+    r = np.random.default_rng(1)
+    columns = [some_columns(r, dim, 1, 3, "random") for _ in range(sessions)]
+    rows = torch.from_numpy(r.standard_normal((40, dim))).to(dtype)
+    (packed,) = pack(columns, dtype, dim, norms=False, device=torch.device("cpu"))
+    chosen = torch.from_numpy(r.permutation(40)[:25]) if picked else None
+    n = 25 if picked else 40
+    factors = Factors32(torch.rand(n), None, torch.randint(0, 5, (sessions, n), dtype=torch.int32))
+    given = (
+        rows, packed.vectors, packed.columns, packed.sessions, packed.count, packed.dot, packed.weighted,
+        packed.precision, None, None, None, chosen, *factors,
+    )  # fmt: skip
+    expected = torch.empty((sessions, n))
+    bounds_torch(packed, Rows(rows, chosen), factors, expected)
+    return given, expected
+
+
+def check_score_bounds_op(impl):
+    """The op gives what its pass gives, in every dtype. impl: what runs it here."""
+    from cdr_kernel.torch_ops import _by_triton
+
+    assert _by_triton(torch.device("cpu")) == (impl == "triton")
+    for dtype in DTYPES:
+        for picked in (False, True):
+            given, expected = bounds_arguments(dtype, picked=picked)
+            found = torch.ops.cdr_kernel.score_bounds(*given)
+            torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_score_bounds_is_the_pass():
+    check_score_bounds_op("torch")
+
+
+@pytest.mark.parametrize("picked", [False, True])
+def test_score_bounds_passes_opcheck(picked):
+    torch.library.opcheck(torch.ops.cdr_kernel.score_bounds, bounds_arguments(torch.float16, picked=picked)[0])
+
+
+def test_score_bounds_compiles_into_one_graph():
+    compiled = torch.compile(torch.ops.cdr_kernel.score_bounds, fullgraph=True, backend="aot_eager")
+    given, expected = bounds_arguments(torch.bfloat16)
+    torch.testing.assert_close(compiled(*given), expected)
+
+
+@pytest.mark.slow
+def test_score_compiles_with_inductor():
+    def best(*given):
+        return torch.topk(torch.ops.cdr_kernel.score(*given, None), 3).values
+
+    given, expected = arguments(torch.float32)
+    found = torch.compile(best, fullgraph=True)(*given)
+    assert found.tolist() == np.sort(expected)[::-1][:3].tolist()
