@@ -5,7 +5,12 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-BENCHES = {"ngram": "the n-gram guard at corpus scale", "scan": "one window over many facts"}
+BENCHES = {
+    "ngram": "the n-gram guard at corpus scale",
+    "roofline": "what a GPU can do at best with the scores, by its data sheet",
+    "scan": "one window over many facts",
+    "score": "one pass of scores, on the CPU or a GPU",
+}
 
 
 def main() -> None:
