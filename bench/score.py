@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cdr_kernel import _C, Columns, StoreView, cdr_score
+from cdr_kernel import _C, Columns, FactStore, cdr_score
 from cdr_kernel.arrays import check_rows
 from cdr_kernel.bounds import Factors32, bounds_torch, pack
 from cdr_kernel.device import DeviceRows
@@ -58,9 +59,9 @@ def clustered(n: int, dim: int, sessions: int, residual: int, dtype: str, device
     ]
     blocks = (rows.numpy(),)
     norms, _ = check_rows(blocks)
-    view = StoreView(
-        blocks=blocks, squared_norms=norms, importance=np.ones(n), alive=np.ones(n, np.bool_),
-        sequence=np.arange(n), version=0, layout=0, embedding_model="bench", _storage=object(),
+    view = replace(
+        FactStore(dim, embedding_model="bench").view(),  # rows without texts
+        blocks=blocks, squared_norms=norms, importance=np.ones(n), alive=np.ones(n, np.bool_), sequence=np.arange(n),
     )  # fmt: skip
     return view, columns
 
