@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +23,14 @@ from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64, as_array
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.store import StoreView, _sync_folder, _synced
+from cdr_kernel.folder import Kind, synced
+from cdr_kernel.store import StoreView
 
 FORMAT = "cdr-scan-index"
 FORMAT_VERSION = 1
 SAMPLE = 16384
 
-_MANIFEST = "scan.json"
-_DATA = "scan-"
+_KIND = Kind("scan.json", "scan-")
 _NUMBERS = 4  # rho, two betas and the scale per row
 _CHUNK = 8192  # rows coded at a time
 _ALIGNMENT = 64
@@ -205,42 +203,29 @@ class ScanIndex:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the codes to a folder that ``load`` opens, replacing an index that is there.
 
-        As with ``FactStore.save``: a new subfolder, synced, then named by the manifest, which is renamed into place.
+        As with ``FactStore.save``: a new subfolder, synced, then named by the manifest, which is renamed into place;
+        saves take turns.
         """
         home = Path(folder)
         state = self._state
         if home.exists() and not home.is_dir():
             raise FileExistsError(f"{home}: expected a folder, found a file")
-        home.mkdir(parents=True, exist_ok=True)
-        data = home / f"{_DATA}{secrets.token_hex(8)}"
-        data.mkdir()
-        try:
-            runs = state.runs or (_Run.empty(0, self.dim),)
-            arrays = {name: [run.arrays[i] for run in runs] for i, name in enumerate(_Run.NAMES)}
-            arrays |= {"matrix": [self._matrix], "mean": [self._mean], "weight": [self._weight]}
-            for name, parts in arrays.items():
-                _save_parts(data / f"{name}.npy", parts)
-            _sync_folder(data)
-            manifest = {
-                "format": FORMAT,
-                "format_version": FORMAT_VERSION,
-                "data": data.name,
-                "dim": self.dim,
-                "rows": state.rows,
-                "alpha": state.alpha.hex(),
-                "fingerprint": state.fingerprint,
-            }
-            draft = home / f"{_MANIFEST}.{data.name}"
-            with _synced(draft) as file:
-                file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
-            os.replace(draft, home / _MANIFEST)
-        except BaseException:
-            shutil.rmtree(data, ignore_errors=True)
-            raise
-        _sync_folder(home)
-        for other in home.glob(f"{_DATA}*"):
-            if other != data:
-                shutil.rmtree(other, ignore_errors=True)
+        _KIND.save(home, lambda data: self._write(state, data))
+
+    def _write(self, state: _State, data: Path) -> dict[str, Any]:
+        runs = state.runs or (_Run.empty(0, self.dim),)
+        arrays = {name: [run.arrays[i] for run in runs] for i, name in enumerate(_Run.NAMES)}
+        arrays |= {"matrix": [self._matrix], "mean": [self._mean], "weight": [self._weight]}
+        for name, parts in arrays.items():
+            _save_parts(data / f"{name}.npy", parts)
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "dim": self.dim,
+            "rows": state.rows,
+            "alpha": state.alpha.hex(),
+            "fingerprint": state.fingerprint,
+        }
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], view: StoreView) -> ScanIndex:
@@ -278,8 +263,9 @@ class ScanIndex:
         try:
             alpha = float.fromhex(manifest["alpha"])
         except ValueError:
-            found = manifest["alpha"]
-            raise ValueError(f"{home / _MANIFEST}: expected alpha to be a number, found {found!r}") from None
+            raise ValueError(
+                f"{home / _KIND.manifest}: expected alpha to be a number, found {manifest['alpha']!r}"
+            ) from None
         index._state = _State(index._rotation, (run,) if n else (), alpha, manifest["fingerprint"])
         return index
 
@@ -366,16 +352,16 @@ def _save_parts(path: Path, parts: list[npt.NDArray[Any]]) -> None:
     """One array of these parts, one after the other."""
     shape = (sum(map(len, parts)), *parts[0].shape[1:])
     header = {"descr": np.lib.format.dtype_to_descr(parts[0].dtype), "fortran_order": False, "shape": shape}
-    with _synced(path) as file:
+    with synced(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
         for part in parts:
             file.write(part.data.cast("B") if part.size else b"")
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _MANIFEST
+    path = folder / _KIND.manifest
     if not path.is_file():
-        raise FileNotFoundError(f"{folder}: no scan index here (expected {_MANIFEST})")
+        raise FileNotFoundError(f"{folder}: no scan index here (expected {_KIND.manifest})")
     try:
         manifest = json.loads(path.read_bytes())
     except ValueError as error:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 import threading
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, check_rows, factor, scale_rows, take_rows
+from cdr_kernel.folder import Kind, synced
 from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
@@ -29,7 +28,7 @@ Bool: TypeAlias = npt.NDArray[np.bool_]
 FORMAT = "cdr-fact-store"
 FORMAT_VERSION = 1
 DTYPES = ("float16", "float32", "float64")
-_MANIFEST = "manifest.json"
+_KIND = Kind("manifest.json", "data-")
 _NO_POSITION = -1
 
 
@@ -559,27 +558,17 @@ class FactStore:
 
         The data goes to a new subfolder, is synced to the disk, and only then named by the manifest, which is
         renamed into place: whoever opens the folder finds the old store or the new one, never half of one.
-        Removed facts are left out; sequence numbers are kept. Raises FileExistsError where path is something
-        other than a store or an empty folder.
+        Removed facts are left out; sequence numbers are kept. Saves into one folder take turns, across processes too,
+        and the last one stays (on Windows, and on network mounts that know no flock, callers see to the turns).
+        Raises FileExistsError where path is something other than a store or an empty folder.
         """
         folder = Path(path)
         with self._lock:
             view, next_sequence = self._view, self._next_sequence
         check_store_folder(folder)
-        made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        data = folder / f"data-{secrets.token_hex(8)}"
-        try:
-            data.mkdir()
-            self._write(view, data, next_sequence)
-        except BaseException:
-            shutil.rmtree(folder if made else data, ignore_errors=True)
-            raise
-        for other in folder.glob("data-*"):
-            if other != data:
-                shutil.rmtree(other, ignore_errors=True)
+        _KIND.save(folder, lambda data: self._write(view, data, next_sequence))
 
-    def _write(self, view: StoreView, data: Path, next_sequence: int) -> None:
+    def _write(self, view: StoreView, data: Path, next_sequence: int) -> dict[str, Any]:
         keep = np.flatnonzero(view.alive)
         _save_rows(data / "embeddings.npy", view, keep)
         arrays = {
@@ -589,18 +578,16 @@ class FactStore:
             "positions": view._storage.positions.buffer[keep],
         }
         for name, array in arrays.items():
-            with _synced(data / f"{name}.npy") as file:
+            with synced(data / f"{name}.npy") as file:
                 np.save(file, array, allow_pickle=False)
         _save_tokens(data, view.tokens, keep)
         rows = keep.tolist()
         for name in ("ids", "texts", "sources"):
             strings: _Strings = getattr(view._storage, name)
             _save_strings(data, name, (strings[row] for row in rows))
-        _sync_folder(data)
-        manifest = {
+        return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "data": data.name,
             "dim": self.dim,
             "dtype": self.dtype.name,
             "embedding_model": self.embedding_model,
@@ -611,11 +598,6 @@ class FactStore:
             "next_sequence": next_sequence,
             "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
         }
-        draft = data.parent / f"{_MANIFEST}.{data.name}"
-        with _synced(draft) as file:
-            file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
-        os.replace(draft, data.parent / _MANIFEST)
-        _sync_folder(data.parent)
 
     @classmethod
     def load(
@@ -702,42 +684,13 @@ class FactStore:
         return store
 
 
-class _synced:
-    """A new file whose bytes are on the disk when the block ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        self._file = open(self._path, "xb")
-        return self._file
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":
-        return  # Windows has no handle of a folder to sync
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _save_rows(path: Path, view: StoreView, keep: Int64) -> None:
     header = {
         "descr": np.lib.format.dtype_to_descr(view.blocks[0].dtype),
         "fortran_order": False,
         "shape": (len(keep), view.dim),
     }
-    with _synced(path) as file:
+    with synced(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, len(keep), 65536):
             file.write(view.take(keep[start : start + 65536]).tobytes())
@@ -746,10 +699,10 @@ def _save_rows(path: Path, view: StoreView, keep: Int64) -> None:
 def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
     lengths = np.concatenate([np.diff(offsets) for offsets, _ in tokens.blocks])[keep]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-    with _synced(data / "token_offsets.npy") as file:
+    with synced(data / "token_offsets.npy") as file:
         np.save(file, offsets, allow_pickle=False)
     header = {"descr": "|u1", "fortran_order": False, "shape": (TOKEN_BYTES * int(offsets[-1]),)}
-    with _synced(data / "tokens.npy") as file:
+    with synced(data / "tokens.npy") as file:
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, len(keep), 65536):
             file.write(take_tokens(tokens.blocks, keep[start : start + 65536])[1].tobytes())
@@ -757,12 +710,12 @@ def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
 
 def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
     offsets = [0]
-    with _synced(data / f"{name}.utf8") as file:
+    with synced(data / f"{name}.utf8") as file:
         for s in strings:
             utf8 = s.encode("utf-8", "surrogatepass")
             file.write(utf8)
             offsets.append(offsets[-1] + len(utf8))
-    with _synced(data / f"{name}_offsets.npy") as file:
+    with synced(data / f"{name}_offsets.npy") as file:
         np.save(file, np.array(offsets, np.int64), allow_pickle=False)
 
 
@@ -773,7 +726,7 @@ def check_store_folder(folder: Path) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         return
     try:
-        found = json.loads((folder / _MANIFEST).read_bytes())
+        found = json.loads((folder / _KIND.manifest).read_bytes())
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -781,9 +734,9 @@ def check_store_folder(folder: Path) -> None:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _MANIFEST
+    path = folder / _KIND.manifest
     if not path.is_file():
-        raise FileNotFoundError(f"{folder}: no store here (expected {_MANIFEST})")
+        raise FileNotFoundError(f"{folder}: no store here (expected {_KIND.manifest})")
     try:
         manifest = json.loads(path.read_bytes())
     except ValueError as error:

@@ -18,7 +18,7 @@ PACKAGE = Path(cdr_kernel.__file__).parent
 EDGES = {"files", "index", "terminal", "embedder", "record", "writer", "demo", "doctor", "cli"}
 LADDER = [
     {"constants", "_C"},
-    {"reference", "arrays", "ngram"},
+    {"reference", "arrays", "folder", "ngram"},
     {"columns", "store", "tokenizers"},
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+import threading
 import unicodedata
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import EmbeddingModelMismatch, Fact, FactStore, NGramGuard, reference
+from cdr_kernel import folder as folder_module
 from cdr_kernel import store as store_module
 from cdr_kernel.ngram import TokenHasher, take_tokens
 
@@ -280,8 +283,12 @@ class TestSaveAndLoad:
         old = filled(10)
         old.save(tmp_path)
         new = filled(30, seed=1)
-        for name in ("_save_strings", "_save_rows", "_sync_folder"):
-            monkeypatch.setattr(store_module, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        for module, name in (
+            (store_module, "_save_strings"),
+            (store_module, "_save_rows"),
+            (folder_module, "sync_folder"),
+        ):
+            monkeypatch.setattr(module, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
             with pytest.raises(OSError, match="disk full"):
                 new.save(tmp_path)
             monkeypatch.undo()
@@ -322,6 +329,24 @@ class TestSaveAndLoad:
         with pytest.raises(KeyboardInterrupt):
             filled().save(tmp_path / "new")
         assert not (tmp_path / "new").exists()
+
+    def test_two_saves_into_one_folder_take_turns(self, tmp_path, monkeypatch):
+        filled(3).save(tmp_path)
+        first, second = filled(10), filled(20)
+        other = threading.Thread(target=second.save, args=(tmp_path,))
+        replace = os.replace
+
+        def replace_late(*paths):
+            monkeypatch.undo()
+            other.start()
+            other.join(0.3)  # it would have swept up what the first is about to name
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", replace_late)
+        first.save(tmp_path)
+        other.join()
+        assert contents(FactStore.load(tmp_path)) == contents(second)
+        assert len(list(tmp_path.glob("data-*"))) == 1
 
     def damage(self, tmp_path, what):
         filled().save(tmp_path)

@@ -1,0 +1,163 @@
+"""A folder with something saved in it: a subfolder with the data, and the manifest that names it.
+
+The data goes to a subfolder of a new name and is synced to the disk; only then is the manifest renamed into place. Who
+opens the folder finds the old thing or the new one, never half of one. What was there before is swept up last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = "save.lock"
+"""Held while something is saved into the folder; it stays there."""
+
+_ATTEMPTS = 100
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of thing that is saved. manifest: its file's name. data: what the names of subfolders begin with."""
+
+    manifest: str
+    data: str
+
+    def save(self, folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+        """Replace what is in the folder by what `write` puts into the empty subfolder it is given.
+
+        write: returns what the manifest says besides the subfolder's name.
+
+        Saves into one folder take turns, those of other threads and processes too, wherever `fcntl.flock` works;
+        elsewhere (Windows, some network mounts) callers see to that. After an error the folder is as it was, and gone
+        if it was made here and nobody else put something into it.
+        """
+        made = not folder.exists()
+        with _turn(folder):
+            data = folder / f"{self.data}{secrets.token_hex(8)}"
+            draft = folder / f"{self.manifest}.{data.name}"
+            try:
+                data.mkdir()
+                manifest = {**write(data), "data": data.name}
+                sync_folder(data)
+                with synced(draft) as file:
+                    file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
+                os.replace(draft, folder / self.manifest)
+            except BaseException:
+                if not self._names(folder, data):  # an interrupt may come when the manifest is in place already
+                    shutil.rmtree(data, ignore_errors=True)
+                    with contextlib.suppress(OSError):
+                        draft.unlink(missing_ok=True)
+                    _leave(folder, made)
+                raise
+            sync_folder(folder)
+            self._sweep(folder, data)
+
+    def _names(self, folder: Path, data: Path) -> bool:
+        try:
+            return bool(json.loads((folder / self.manifest).read_bytes())["data"] == data.name)
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+
+    def _sweep(self, folder: Path, data: Path) -> None:
+        """Remove what earlier saves left, and those that were killed."""
+        left = re.compile(rf"({re.escape(self.manifest)}\.)?{re.escape(self.data)}[0-9a-f]{{16}}")
+        for path in folder.iterdir():
+            if path != data and left.fullmatch(path.name):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+
+class synced:
+    """A new file whose bytes are on the disk when the block ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Any:
+        self._file = open(self._path, "xb")
+        return self._file
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    if os.name == "nt":
+        return  # Windows has no handle of a folder to sync
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """The folder, made if need be, for nobody but this block."""
+    handle = _locked(folder)
+    try:
+        yield
+    finally:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked child may have the handle too
+        os.close(handle)
+
+
+def _locked(folder: Path) -> int:
+    path = folder / LOCK
+    for _ in range(_ATTEMPTS):  # more than one only where others take a new folder away again
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                _wait(handle)
+                if os.path.samestat(os.fstat(handle), os.stat(path)):
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+    raise OSError(f"{path}: expected a lock that stays, found it gone {_ATTEMPTS} times")
+
+
+def _wait(handle: int) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _leave(folder: Path, made: bool) -> None:
+    """Take the lock away where it is all there is, and the folder where it was made here."""
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            if made:
+                folder.rmdir()

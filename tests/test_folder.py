@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from cdr_kernel import folder as folder_module
+from cdr_kernel.folder import LOCK, Kind
+
+KIND = Kind("thing.json", "thing-")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def writing(text):
+    def write(data):
+        (data / "text").write_text(text)
+        return {"format": "thing"}
+
+    return write
+
+
+def failing(data):
+    (data / "text").write_text("half")
+    raise KeyboardInterrupt
+
+
+def saved(folder):
+    (data,) = folder.glob("thing-*")
+    assert data.name in (folder / "thing.json").read_text()
+    return (data / "text").read_text()
+
+
+def test_a_save_replaces_the_one_before_and_leaves_other_files_alone(tmp_path):
+    KIND.save(tmp_path / "a" / "b", writing("one"))
+    folder = tmp_path / "a" / "b"
+    for theirs in ("thing-mine", "thing.json.bak", "other-0123456789abcdef"):
+        (folder / theirs).mkdir()
+    (folder / "thing-0123456789abcdef").mkdir()  # as killed saves leave them
+    (folder / "thing.json.thing-0123456789abcdef").write_text("")
+    KIND.save(folder, writing("two"))
+    (data,) = (path for path in folder.glob("thing-*") if path.name != "thing-mine")
+    assert (data / "text").read_text() == "two"
+    assert names(folder) == sorted(
+        [LOCK, "thing.json", data.name, "thing-mine", "thing.json.bak", "other-0123456789abcdef"]
+    )
+
+
+def test_a_failed_save_takes_away_only_what_is_its_own(tmp_path):
+    new = tmp_path / "new"
+    with pytest.raises(KeyboardInterrupt):
+        KIND.save(new, failing)
+    assert not new.exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        KIND.save(tmp_path / "empty", failing)
+    assert names(tmp_path / "empty") == []
+
+    def joined(data):
+        (new / "theirs").write_text("")
+        failing(data)
+
+    with pytest.raises(KeyboardInterrupt):
+        KIND.save(new, joined)
+    assert names(new) == [LOCK, "theirs"]
+
+
+def test_an_interrupt_after_the_manifest_is_in_place_keeps_the_new(tmp_path, monkeypatch):
+    KIND.save(tmp_path, writing("one"))
+    replace = os.replace
+
+    def replace_and_stop(*paths):
+        replace(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", replace_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        KIND.save(tmp_path, writing("two"))
+    monkeypatch.undo()
+    assert sorted((data / "text").read_text() for data in tmp_path.glob("thing-*")) == ["one", "two"]
+    calls = []
+
+    def sync(folder):
+        calls.append(folder)
+        if len(calls) == 2:  # that of the folder, once the manifest is in place
+            raise OSError("disk gone")
+
+    monkeypatch.setattr(folder_module, "sync_folder", sync)
+    with pytest.raises(OSError, match="disk gone"):
+        KIND.save(tmp_path, writing("three"))
+    monkeypatch.undo()
+    KIND.save(tmp_path, writing("four"))
+    assert saved(tmp_path) == "four"
+
+
+def test_who_waits_for_a_first_save_that_fails_saves_all_the_same(tmp_path):
+    folder = tmp_path / "new"
+    other = threading.Thread(target=KIND.save, args=(folder, writing("other")))
+
+    def fail_late(data):
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()  # it waits
+        failing(data)
+
+    with pytest.raises(KeyboardInterrupt):
+        KIND.save(folder, fail_late)
+    other.join()
+    assert saved(folder) == "other"
+
+
+def test_where_there_are_no_locks_saves_go_on_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "fcntl", None)
+    KIND.save(tmp_path, writing("one"))
+    monkeypatch.undo()
+    if folder_module.fcntl is None:
+        return
+    for number, message in ((folder_module.errno.ENOLCK, None), (folder_module.errno.EIO, "I/O")):
+
+        def flock(*_, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(folder_module.fcntl, "flock", flock)
+        if message is None:
+            KIND.save(tmp_path, writing("two"))
+        else:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                KIND.save(tmp_path, writing("three"))
+        monkeypatch.undo()
+    assert saved(tmp_path) == "two"
+
+
+def test_a_lock_that_never_stays_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / LOCK).symlink_to(tmp_path / "nowhere" / "lock")
+    with pytest.raises(OSError, match="expected a lock that stays"):
+        KIND.save(tmp_path, writing("one"))
