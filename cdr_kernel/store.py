@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, check_rows, factor, scale_rows, take_rows
-from cdr_kernel.folder import Kind, synced
+from cdr_kernel.folder import LOCK, Kind, synced
 from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
@@ -29,6 +30,9 @@ FORMAT = "cdr-fact-store"
 FORMAT_VERSION = 1
 DTYPES = ("float16", "float32", "float64")
 _KIND = Kind("manifest.json", "data-")
+_UNFINISHED = re.compile(  # names that saves give, of stores and of the scan indexes beside them
+    rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}"
+)
 _NO_POSITION = -1
 
 
@@ -720,10 +724,13 @@ def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
 
 
 def check_store_folder(folder: Path) -> None:
-    """Raises FileExistsError unless a store may be saved there: nothing yet, an empty folder, or a store to replace."""
+    """Raises FileExistsError unless a store may be saved there: nothing yet, an empty folder, or a store to replace.
+
+    What a save that runs or was killed has put into a new folder counts as nothing.
+    """
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder}: expected a store or a new folder, found a file")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or all(_UNFINISHED.fullmatch(path.name) for path in folder.iterdir()):
         return
     try:
         found = json.loads((folder / _KIND.manifest).read_bytes())

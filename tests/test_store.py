@@ -324,6 +324,49 @@ class TestSaveAndLoad:
                 filled().save(tmp_path)
             assert (tmp_path / "manifest.json").read_text() == manifest
 
+    @pytest.mark.parametrize("where", ["_save_strings", "replace"])
+    def test_killed_in_its_first_save_the_folder_can_be_saved_to(self, tmp_path, where):
+        script = f"""
+            import os, numpy as np
+            from cdr_kernel import FactStore, store as m
+            s = FactStore(4, embedding_model="m1")
+            s.add(["x"], ["x"], np.ones((1, 4)))
+            if {where!r} == "_save_strings":
+                m._save_strings = lambda *_: os._exit(9)
+            else:
+                os.replace = lambda *_: os._exit(9)
+            s.save({str(tmp_path / "s")!r})
+        """
+        assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False).returncode == 9
+        assert any((tmp_path / "s").iterdir())
+        with pytest.raises(FileNotFoundError, match="no store here"):
+            FactStore.load(tmp_path / "s")
+        (tmp_path / "s" / "scan-0123456789abcdef").mkdir()
+        (tmp_path / "s" / "scan.json").write_text("")
+        filled(3).save(tmp_path / "s")
+        assert len(FactStore.load(tmp_path / "s")) == 3
+        assert len(list((tmp_path / "s").glob("*data-*"))) == 1
+        for theirs in ("data-2024", "data-0123456789ABCDEF", "manifest.json.bak"):
+            (tmp_path / theirs).mkdir()
+            (tmp_path / theirs / theirs).mkdir()
+            with pytest.raises(FileExistsError, match="found other files"):
+                filled().save(tmp_path / theirs)
+
+    def test_two_first_saves_take_turns(self, tmp_path):
+        first, second = filled(10), filled(20)
+        write = first._write
+        other = threading.Thread(target=second.save, args=(tmp_path / "s",))
+
+        def write_slowly(*arguments):
+            other.start()
+            other.join(0.2)
+            return write(*arguments)
+
+        first._write = write_slowly
+        first.save(tmp_path / "s")
+        other.join()
+        assert contents(FactStore.load(tmp_path / "s")) == contents(second)
+
     def test_a_failed_save_leaves_no_new_folder(self, tmp_path, monkeypatch):
         monkeypatch.setattr(store_module, "_save_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
