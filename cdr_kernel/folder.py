@@ -16,12 +16,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 LOCK = "save.lock"
 """Held while something is saved into the folder; it stays there."""
@@ -66,6 +68,23 @@ class Kind:
                 raise
             sync_folder(folder)
             self._sweep(folder, data)
+
+    def load(self, folder: Path, manifest: Callable[[Path], dict[str, Any]], read: Callable[[dict[str, Any]], T]) -> T:
+        """What `read` makes of the folder's `manifest`.
+
+        Where it fails and another save has replaced the manifest (and swept up the data) meanwhile, the newer one is
+        read, at most 100 times.
+        """
+        found = manifest(folder)
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return read(found)
+            except (OSError, ValueError):
+                newer = manifest(folder)
+                if newer["data"] == found["data"]:
+                    raise
+                found = newer
+        return read(found)
 
     def _names(self, folder: Path, data: Path) -> bool:
         try:

@@ -235,7 +235,10 @@ class ScanIndex:
         format or of other rows. Nothing is ever unpickled.
         """
         home = Path(folder)
-        manifest = _manifest(home)
+        return _KIND.load(home, _manifest, lambda manifest: cls._read(home, manifest, view))
+
+    @classmethod
+    def _read(cls, home: Path, manifest: dict[str, Any], view: StoreView) -> ScanIndex:
         data, dim, n = home / manifest["data"], manifest["dim"], manifest["rows"]
         if dim != view.dim or n > view.rows:
             raise ValueError(f"{home}: expected codes of up to {view.rows} rows [{view.dim}], found {n} of [{dim}]")

@@ -618,11 +618,23 @@ class FactStore:
         added later is kept beside the mapped part. tokenizer, hash_key: those of the store where it was made with
         some; the folder holds the tokenizer's name and the key's fingerprint alone.
 
+        While others save into the folder, this is the store of the last save; what is mapped then stays as it is.
+
         Raises FileNotFoundError where there is no store, ValueError saying what is wrong for another tokenizer or
         key and where there is a damaged store or one of a later format. Nothing is ever unpickled.
         """
         folder = Path(path)
-        manifest = _manifest(folder)
+        return _KIND.load(folder, _manifest, lambda manifest: cls._read(folder, manifest, mmap, tokenizer, hash_key))
+
+    @classmethod
+    def _read(
+        cls,
+        folder: Path,
+        manifest: dict[str, Any],
+        mmap: bool,
+        tokenizer: Tokenizer | None,
+        hash_key: HashKey | None,
+    ) -> FactStore:
         data = folder / manifest["data"]
         for name, size in manifest["files"].items():
             file = data / name

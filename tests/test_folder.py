@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
 
@@ -137,3 +138,40 @@ def test_a_lock_that_never_stays_is_an_error(tmp_path, monkeypatch):
     (tmp_path / LOCK).symlink_to(tmp_path / "nowhere" / "lock")
     with pytest.raises(OSError, match="expected a lock that stays"):
         KIND.save(tmp_path, writing("one"))
+
+
+def manifest_of(folder):
+    return json.loads((folder / "thing.json").read_bytes())
+
+
+def test_a_load_whose_data_is_swept_up_reads_the_newer(tmp_path):
+    KIND.save(tmp_path, writing("0"))
+    seen = []
+
+    def read(manifest):
+        seen.append(manifest["data"])
+        if len(seen) < 4:
+            KIND.save(tmp_path, writing(str(len(seen))))
+        return (tmp_path / manifest["data"] / "text").read_text()
+
+    assert KIND.load(tmp_path, manifest_of, read) == "3"
+    assert len(set(seen)) == 4
+
+
+def test_a_load_ends_where_data_is_missing_or_replaced_for_ever(tmp_path):
+    KIND.save(tmp_path, writing("0"))
+    seen = []
+
+    def read(manifest, save=True):
+        seen.append(manifest["data"])
+        if save:
+            KIND.save(tmp_path, writing("again"))
+        raise FileNotFoundError(manifest["data"])
+
+    with pytest.raises(FileNotFoundError):
+        KIND.load(tmp_path, manifest_of, read)
+    assert len(seen) == 100
+    seen.clear()
+    with pytest.raises(FileNotFoundError):
+        KIND.load(tmp_path, manifest_of, lambda manifest: read(manifest, save=False))
+    assert len(seen) == 1

@@ -437,6 +437,21 @@ def test_damaged_files(tmp_path):
         ScanIndex.load(tmp_path, view)
 
 
+def test_a_load_while_another_saves(tmp_path, monkeypatch):
+    view = make_store(np.random.default_rng(10).standard_normal((20, 4))).view()
+    index = ScanIndex.build(view)
+    index.save(tmp_path)
+    fingerprint = scan_module._fingerprint
+
+    def save_first(*arguments):
+        monkeypatch.undo()
+        index.save(tmp_path)
+        return fingerprint(*arguments)
+
+    monkeypatch.setattr(scan_module, "_fingerprint", save_first)
+    assert ScanIndex.load(tmp_path, view).rows == 20
+
+
 def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     view = make_store(np.random.default_rng(10).standard_normal((20, 4))).view()
     index = ScanIndex.build(view)

@@ -391,6 +391,61 @@ class TestSaveAndLoad:
         assert contents(FactStore.load(tmp_path)) == contents(second)
         assert len(list(tmp_path.glob("data-*"))) == 1
 
+    @pytest.mark.parametrize("mmap", [True, False])
+    def test_a_load_while_another_saves(self, tmp_path, monkeypatch, mmap):
+        filled(10).save(tmp_path)
+        new = filled(20, seed=1)
+        real = FactStore.__init__
+
+        def save_first(*arguments, **keywords):
+            monkeypatch.undo()
+            new.save(tmp_path)
+            return real(*arguments, **keywords)
+
+        monkeypatch.setattr(FactStore, "__init__", save_first)
+        assert contents(FactStore.load(tmp_path, mmap=mmap)) == contents(new)
+
+    def test_processes_that_save_and_load_at_once(self, tmp_path):
+        self.save_and_load_at_once(tmp_path, seconds=1.0)
+
+    @pytest.mark.slow
+    def test_processes_that_save_and_load_at_once_for_long(self, tmp_path):
+        self.save_and_load_at_once(tmp_path, seconds=10.0)
+
+    def save_and_load_at_once(self, tmp_path, seconds):
+        script = f"""
+            import sys, time, numpy as np
+            from cdr_kernel import FactStore
+            role, n = sys.argv[1], 300
+            end, times, seen = time.time() + {seconds}, 0, set()
+            if role != "load":
+                store = FactStore(8, embedding_model="m1")
+                store.add([f"{{role}}{{i}}" for i in range(n)], [f"{{role}} {{i}}" for i in range(n)], np.ones((n, 8)))
+            while time.time() < end or not times:
+                if role == "load":
+                    view = FactStore.load({str(tmp_path)!r}, mmap=times % 2 == 0).view()
+                    ids, texts = view.ids, view.texts(range(n))
+                    assert view.take(np.arange(n)).all()
+                    assert texts == [f"{{i[0]}} {{i[1:]}}" for i in ids], (ids, texts)
+                    assert len(ids) == n and len({{i[0] for i in ids}}) == 1, ids
+                    seen.add(ids[0])
+                else:
+                    store.save({str(tmp_path)!r})
+                times += 1
+            print(role, times, *sorted(seen))
+        """
+        start = FactStore(8, embedding_model="m1")
+        start.add([f"a{i}" for i in range(300)], [f"a {i}" for i in range(300)], np.ones((300, 8)))
+        start.save(tmp_path)
+        processes = [
+            subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), role], stdout=subprocess.PIPE, text=True)
+            for role in ("a", "b", "load", "load")
+        ]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0, 0], outputs
+        assert len(FactStore.load(tmp_path)) == 300
+        assert len(list(tmp_path.glob("*data-*"))) == 1
+
     def damage(self, tmp_path, what):
         filled().save(tmp_path)
         data = next(tmp_path.glob("data-*"))
