@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -354,6 +354,11 @@ class FactStore:
     def __contains__(self, fact_id: object) -> bool:
         with self._lock:
             return fact_id in self._rows()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a FactStore cannot be copied or pickled: save it and load it again, or use view(), which never changes"
+        )
 
     def __repr__(self) -> str:
         return f"FactStore({len(self)} facts, dim={self.dim}, dtype={self.dtype.name}, model={self.embedding_model!r})"

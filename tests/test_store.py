@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -513,6 +515,12 @@ class TestConstruction:
     def test_bad_arguments(self, arguments, error, message):
         with pytest.raises(error, match=message):
             FactStore(**{"dim": 4, "embedding_model": "m1", **arguments})
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_it_cannot_be_copied(self, copied):
+        store = filled()
+        with pytest.raises(TypeError, match=r"save it and load it again, or use view\(\)"):
+            copied(store)
 
     def test_a_mismatch_is_a_value_error_that_names_both(self):
         assert issubclass(EmbeddingModelMismatch, ValueError)
