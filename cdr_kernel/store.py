@@ -34,6 +34,7 @@ _UNFINISHED = re.compile(  # names that saves give, of stores and of the scan in
     rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}"
 )
 _NO_POSITION = -1
+_MAX_POSITION = 2**63 - 1
 
 
 class EmbeddingModelMismatch(ValueError):
@@ -369,10 +370,10 @@ class FactStore:
         return self._view.ids
 
     def get(self, ids: Iterable[str]) -> list[Fact]:
-        """The facts of these ids. Raises KeyError naming an id that is not there."""
+        """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
+        wanted = _strings(ids, "ids")
         with self._lock:
             rows = self._rows()
-            wanted = list(ids)
             missing = [i for i in wanted if i not in rows]
             if missing:
                 raise KeyError(f"ids: {_few(missing)} not in the store")
@@ -397,8 +398,8 @@ class FactStore:
     ) -> Added:
         """Add facts that are not in the store yet.
 
-        ids, texts: [M] strings; embeddings: [M, D] of any float dtype; importance: [M], finite and >= 0, default 1;
-        source: [M] names of documents or None; position: [M] places in the source, >= 0 or None.
+        ids, texts: [M] strings, ids not empty; embeddings: [M, D] of any float dtype; importance: [M], finite and >= 0,
+        default 1; source: [M] names of documents or None; position: [M] places in the source, 0 to 2^63 - 1 or None.
         on_invalid="skip" leaves out facts whose vector is not finite or all zeros and says which; "raise" is a
         ValueError naming them. Raises ValueError for an id that is there already or comes twice, for wrong lengths,
         dimensions and values, TypeError for wrong types. After an error the store is as it was.
@@ -436,6 +437,8 @@ class FactStore:
         names = _strings(ids, "ids")
         words = _strings(texts, "texts")
         m = len(names)
+        if "" in names:
+            raise ValueError(f"ids: expected names, got an empty string at {names.index('')}")
         _same_length(words, m, "texts")
         sources = [None] * m if source is None else _strings(source, "source", optional=True)
         _same_length(sources, m, "source")
@@ -818,4 +821,6 @@ def _positions(values: Sequence[int | None] | None, m: int) -> Int64:
     for i, v in enumerate(out):
         if v is not None and (isinstance(v, bool) or not isinstance(v, int | np.integer) or v < 0):
             raise ValueError(f"position: expected an integer >= 0 or None, got {v!r} at {i}")
+        if v is not None and v > _MAX_POSITION:
+            raise ValueError(f"position: expected at most 2^63 - 1, got {v} at {i}")
     return np.array([_NO_POSITION if v is None else int(v) for v in out], np.int64)

@@ -57,6 +57,8 @@ class TestAdd:
         assert len(store) == 2
         assert "a" in store
         assert "c" not in store
+        with pytest.raises(TypeError, match="ids: expected a sequence of str, got one str"):
+            store.get("ab")  # which has facts for its letters
         assert store.view().embeddings.tolist() == [[1, 2], [3, 4]]
         assert store.view().squared_norms.tolist() == [5.0, 25.0]
 
@@ -100,6 +102,7 @@ class TestAdd:
             ({"ids": ["a"]}, ValueError, "texts: expected 1 entries"),
             ({"ids": [1, 2]}, TypeError, "ids: expected str, got int at 0"),
             ({"ids": "ab"}, TypeError, "ids: expected a sequence of str, got one str"),
+            ({"ids": ["a", ""]}, ValueError, "ids: expected names, got an empty string at 1"),
             ({"texts": ["x", None]}, TypeError, "texts: expected str, got NoneType at 1"),
             ({"embeddings": [[1, 2, 3, 4]]}, ValueError, "embeddings: expected 2 rows"),
             ({"embeddings": [[1, 2, 3], [1, 2, 3]]}, ValueError, "expected dimension 4, got 3"),
@@ -114,6 +117,12 @@ class TestAdd:
             ({"source": ["d", 5]}, TypeError, "source: expected str or None, got int at 1"),
             ({"position": [0, -1]}, ValueError, "position: expected an integer >= 0 or None, got -1 at 1"),
             ({"position": [0, True]}, ValueError, "position: expected an integer"),
+            (
+                {"position": [2**63, 0]},
+                ValueError,
+                r"position: expected at most 2\^63 - 1, got 9223372036854775808 at 0",
+            ),
+            ({"position": [np.uint64(2**64 - 1), 0]}, ValueError, "position: expected at most"),
             ({"on_invalid": "ignore"}, ValueError, "on_invalid: expected 'raise' or 'skip'"),
         ],
     )
@@ -245,7 +254,7 @@ class TestSaveAndLoad:
         texts = ["plain", "", "ünï¢ødé 日本語 🎉", "lone \ud800 surrogate", "nul \0 inside", "line\nbreak"]
         store.add(
             [f"id {t}" for t in texts], texts, np.random.default_rng(0).standard_normal((6, 3)),
-            importance=np.arange(6), source=["", None, "s", "=", "日本", "x"], position=[0, None, 2, 3, 4, 2**40],
+            importance=np.arange(6), source=["", None, "s", "=", "日本", "x"], position=[0, None, 2, 3, 4, 2**63 - 1],
         )  # fmt: skip
         store.remove(["id plain"])
         store.save(tmp_path / "s")
