@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -35,6 +36,7 @@ _UNFINISHED = re.compile(  # names that saves give, of stores and of the scan in
 )
 _NO_POSITION = -1
 _MAX_POSITION = 2**63 - 1
+_CHUNK = 65536  # rows read or written at a time
 
 
 class EmbeddingModelMismatch(ValueError):
@@ -83,6 +85,14 @@ class _Strings(Sequence[str]):
             return self._tail[row - self._mapped]
         start, stop = self._offsets[row], self._offsets[row + 1]
         return self._utf8[start:stop].tobytes().decode("utf-8", "surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        for first in range(0, self._mapped, _CHUNK):
+            offsets = self._offsets[first : first + _CHUNK + 1]
+            utf8 = self._utf8[offsets[0] : offsets[-1]].tobytes()
+            for start, stop in pairwise((offsets - offsets[0]).tolist()):
+                yield utf8[start:stop].decode("utf-8", "surrogatepass")
+        yield from self._tail
 
     def write(self, at: int, strings: Iterable[str]) -> None:
         """Put strings at row `at` and on, dropping what an interrupted call may have left there."""
@@ -209,12 +219,11 @@ class StoreView:
     @property
     def ids(self) -> list[str]:
         """Ids of the facts that are not removed, in order of their sequence."""
-        return [self._storage.ids[row] for row in np.flatnonzero(self.alive).tolist()]
+        return list(compress(self._storage.ids, self.alive.tolist()))
 
     @cached_property
     def _row_of(self) -> dict[str, int]:
-        ids = self._storage.ids
-        return {ids[row]: row for row in np.flatnonzero(self.alive).tolist()}
+        return _index(self)
 
     def row_of(self, fact_id: str) -> int:
         """The row of a fact; KeyError where it is not there. The first call reads all ids."""
@@ -250,6 +259,10 @@ class StoreView:
     def take(self, rows: Int64) -> npt.NDArray[Any]:
         """Copy of the embeddings of these rows, [M, D] as stored."""
         return take_rows(self.blocks, rows)
+
+
+def _index(view: StoreView) -> dict[str, int]:
+    return dict(zip(view.ids, np.flatnonzero(view.alive).tolist(), strict=True))
 
 
 class FactStore:
@@ -381,8 +394,7 @@ class FactStore:
 
     def _rows(self) -> dict[str, int]:
         if self._row_of is None:
-            ids = self._view._storage.ids
-            self._row_of = {ids[row]: row for row in np.flatnonzero(self._view.alive).tolist()}
+            self._row_of = _index(self._view)
         return self._row_of
 
     def add(
@@ -545,7 +557,6 @@ class FactStore:
             if not removed:
                 return 0
             old = view._storage
-            rows = keep.tolist()
             new = _Storage(
                 mapped=None,
                 tail=_Growing(view.take(keep)),
@@ -558,9 +569,10 @@ class FactStore:
                 tokens=_Tokens(tail=take_tokens(view.tokens.blocks, keep)),
                 sources=_Strings(),
             )
-            new.ids.write(0, (old.ids[row] for row in rows))
-            new.texts.write(0, (old.texts[row] for row in rows))
-            new.sources.write(0, (old.sources[row] for row in rows))
+            alive = view.alive.tolist()
+            new.ids.write(0, compress(old.ids, alive))
+            new.texts.write(0, compress(old.texts, alive))
+            new.sources.write(0, compress(old.sources, alive))
             self._row_of = None
             self._view = self._view_of(new, np.ones(len(keep), np.bool_), view.version + 1, view.layout + 1)
             return removed
@@ -593,10 +605,9 @@ class FactStore:
             with synced(data / f"{name}.npy") as file:
                 np.save(file, array, allow_pickle=False)
         _save_tokens(data, view.tokens, keep)
-        rows = keep.tolist()
+        alive = view.alive.tolist()
         for name in ("ids", "texts", "sources"):
-            strings: _Strings = getattr(view._storage, name)
-            _save_strings(data, name, (strings[row] for row in rows))
+            _save_strings(data, name, compress(getattr(view._storage, name), alive))
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -606,7 +617,7 @@ class FactStore:
             "tokenizer": self.tokenizer_name,
             "hash_key": self.key_fingerprint,
             "unicode": unicodedata.unidata_version,
-            "facts": len(rows),
+            "facts": len(keep),
             "next_sequence": next_sequence,
             "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
         }
@@ -623,7 +634,8 @@ class FactStore:
         """Open a folder that ``save`` wrote.
 
         mmap: map the embeddings, texts and tokens (they are read when touched) instead of reading them now. What is
-        added later is kept beside the mapped part. tokenizer, hash_key: those of the store where it was made with
+        added later is kept beside the mapped part. Ids are indexed when the first is asked for, which takes about
+        0.4 s for a million. tokenizer, hash_key: those of the store where it was made with
         some; the folder holds the tokenizer's name and the key's fingerprint alone.
 
         While others save into the folder, this is the store of the last save; what is mapped then stays as it is.
@@ -716,8 +728,8 @@ def _save_rows(path: Path, view: StoreView, keep: Int64) -> None:
     }
     with synced(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, len(keep), 65536):
-            file.write(view.take(keep[start : start + 65536]).tobytes())
+        for start in range(0, len(keep), _CHUNK):
+            file.write(view.take(keep[start : start + _CHUNK]).tobytes())
 
 
 def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
@@ -728,8 +740,8 @@ def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
     header = {"descr": "|u1", "fortran_order": False, "shape": (TOKEN_BYTES * int(offsets[-1]),)}
     with synced(data / "tokens.npy") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, len(keep), 65536):
-            file.write(take_tokens(tokens.blocks, keep[start : start + 65536])[1].tobytes())
+        for start in range(0, len(keep), _CHUNK):
+            file.write(take_tokens(tokens.blocks, keep[start : start + _CHUNK])[1].tobytes())
 
 
 def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:

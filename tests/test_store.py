@@ -277,6 +277,23 @@ class TestSaveAndLoad:
         store.compact()
         assert contents(again) == contents(store)
 
+    def test_all_ids_and_texts_are_read_in_pieces(self, tmp_path, monkeypatch):
+        texts = ["", "a", "é", "\ud83d", "\ude00", "🎉", "", "last", ""]  # the halves of a pair stay two
+        store = FactStore(1, embedding_model="m1")
+        store.add([f"{i}{t}" for i, t in enumerate(texts)], texts, np.ones((9, 1)))
+        store.save(tmp_path)
+        for size in (1, 2, 3, 8, 9, 100):
+            monkeypatch.setattr(store_module, "_CHUNK", size)
+            loaded = FactStore.load(tmp_path)
+            storage = loaded.view()._storage
+            assert list(storage.texts) == list(storage.texts[:]) == texts
+            assert loaded.ids == store.ids
+            loaded.remove(["1a", "8"])
+            loaded.add(["new"], ["new"], [[1.0]])
+            assert [loaded.view().row_of(i) for i in loaded.ids] == [0, 2, 3, 4, 5, 6, 7, 9]
+            loaded.save(tmp_path / str(size))
+            assert contents(FactStore.load(tmp_path / str(size))) == contents(loaded)
+
     def test_empty_store(self, tmp_path):
         FactStore(7, embedding_model="m1").save(tmp_path / "s")
         store = FactStore.load(tmp_path / "s")
