@@ -13,10 +13,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 try:
     import fcntl
@@ -34,15 +37,23 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of thing that is saved. manifest: its file's name. data: what the names of subfolders begin with."""
+    """One kind of thing that is saved.
 
-    manifest: str
+    what: its name in errors. file: the manifest's name. data: what the names of subfolders begin with. format,
+    version: what the manifest must say. fields: what else is in it, and of which type; integers are 0 to 2^63 - 1.
+    """
+
+    what: str
+    file: str
     data: str
+    format: str
+    version: int
+    fields: Mapping[str, type]
 
     def save(self, folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
         """Replace what is in the folder by what `write` puts into the empty subfolder it is given.
 
-        write: returns what the manifest says besides the subfolder's name.
+        write: returns the fields of the manifest.
 
         Saves into one folder take turns, those of other threads and processes too, wherever `fcntl.flock` works;
         elsewhere (Windows, some network mounts) callers see to that. After an error the folder is as it was, and gone
@@ -51,14 +62,15 @@ class Kind:
         made = not folder.exists()
         with _turn(folder):
             data = folder / f"{self.data}{secrets.token_hex(8)}"
-            draft = folder / f"{self.manifest}.{data.name}"
+            draft = folder / f"{self.file}.{data.name}"
             try:
                 data.mkdir()
-                manifest = {**write(data), "data": data.name}
+                fields = write(data)
+                manifest = {**fields, "format": self.format, "format_version": self.version, "data": data.name}
                 sync_folder(data)
                 with synced(draft) as file:
                     file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
-                os.replace(draft, folder / self.manifest)
+                os.replace(draft, folder / self.file)
             except BaseException:
                 if not self._names(folder, data):  # an interrupt may come when the manifest is in place already
                     shutil.rmtree(data, ignore_errors=True)
@@ -69,38 +81,78 @@ class Kind:
             sync_folder(folder)
             self._sweep(folder, data)
 
-    def load(self, folder: Path, manifest: Callable[[Path], dict[str, Any]], read: Callable[[dict[str, Any]], T]) -> T:
-        """What `read` makes of the folder's `manifest`.
+    def load(self, folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
+        """What `read` makes of the folder's manifest.
 
         Where it fails and another save has replaced the manifest (and swept up the data) meanwhile, the newer one is
         read, at most 100 times.
         """
-        found = manifest(folder)
+        found = self.manifest(folder)
         for _ in range(_ATTEMPTS - 1):
             try:
                 return read(found)
             except (OSError, ValueError):
-                newer = manifest(folder)
+                newer = self.manifest(folder)
                 if newer["data"] == found["data"]:
                     raise
                 found = newer
         return read(found)
 
+    def manifest(self, folder: Path) -> dict[str, Any]:
+        """The folder's manifest. Raises FileNotFoundError where there is none, ValueError where it is damaged."""
+        path = folder / self.file
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder}: no {self.what} here (expected {self.file})")
+        try:
+            found = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: not readable JSON ({error})") from None
+        if not isinstance(found, dict) or found.get("format") != self.format:
+            raise ValueError(f"{path}: expected a manifest of format {self.format!r}")
+        version = found.get("format_version")
+        if type(version) is not int or version != self.version:
+            raise ValueError(f"{path}: format version {version!r}, this version reads {self.version}")
+        for name, kind in self.fields.items():
+            value = found.get(name)
+            counts = isinstance(value, int) and 0 <= value < 2**63
+            if type(value) is not kind or (kind is int and not counts):
+                raise ValueError(f"{path}: expected {name} to be {kind.__name__}, found {value!r}")
+        data = found.get("data")
+        if not isinstance(data, str) or not re.fullmatch(rf"{re.escape(self.data)}[0-9a-f]{{16}}", data):
+            raise ValueError(f"{path}: expected data to name a subfolder, found {data!r}")
+        return found
+
     def _names(self, folder: Path, data: Path) -> bool:
         try:
-            return bool(json.loads((folder / self.manifest).read_bytes())["data"] == data.name)
+            return bool(json.loads((folder / self.file).read_bytes())["data"] == data.name)
         except (OSError, ValueError, TypeError, KeyError):
             return False
 
     def _sweep(self, folder: Path, data: Path) -> None:
         """Remove what earlier saves left, and those that were killed."""
-        left = re.compile(rf"({re.escape(self.manifest)}\.)?{re.escape(self.data)}[0-9a-f]{{16}}")
+        left = re.compile(rf"({re.escape(self.file)}\.)?{re.escape(self.data)}[0-9a-f]{{16}}")
         for path in folder.iterdir():
             if path != data and left.fullmatch(path.name):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+
+
+def read_array(file: Path, dtype: Any, shape: tuple[int, ...], *, mapped: bool) -> npt.NDArray[Any]:
+    """The array in an .npy file, mapped or read. Never unpickles; ValueError for any other file, dtype or shape."""
+    a: npt.NDArray[Any]
+    try:
+        if mapped and 0 not in shape:  # which cannot be mapped
+            a = np.lib.format.open_memmap(file, mode="r")
+        else:
+            with open(file, "rb") as opened:
+                a = np.lib.format.read_array(opened, allow_pickle=False)
+    except Exception as error:  # a damaged header makes numpy's parser raise almost anything
+        raise ValueError(f"{file}: not a readable array ({error})") from error
+    if a.dtype != dtype or a.shape != shape or not a.flags.c_contiguous:
+        raise ValueError(f"{file}: expected {np.dtype(dtype)} {list(shape)}, found {a.dtype} {list(a.shape)}")
+    return np.asarray(a)
 
 
 class synced:

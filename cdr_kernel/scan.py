@@ -8,7 +8,6 @@ takes, never what it finds.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -23,14 +22,21 @@ from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64, as_array
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.folder import Kind, synced
+from cdr_kernel.folder import Kind, read_array, synced
 from cdr_kernel.store import StoreView
 
 FORMAT = "cdr-scan-index"
 FORMAT_VERSION = 1
 SAMPLE = 16384
 
-_KIND = Kind("scan.json", "scan-")
+_KIND = Kind(
+    "scan index",
+    file="scan.json",
+    data="scan-",
+    format=FORMAT,
+    version=FORMAT_VERSION,
+    fields={"dim": int, "rows": int, "alpha": str, "fingerprint": str},
+)
 _NUMBERS = 4  # rho, two betas and the scale per row
 _CHUNK = 8192  # rows coded at a time
 _ALIGNMENT = 64
@@ -219,8 +225,6 @@ class ScanIndex:
         for name, parts in arrays.items():
             _save_parts(data / f"{name}.npy", parts)
         return {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
             "dim": self.dim,
             "rows": state.rows,
             "alpha": state.alpha.hex(),
@@ -235,7 +239,7 @@ class ScanIndex:
         format or of other rows. Nothing is ever unpickled.
         """
         home = Path(folder)
-        return _KIND.load(home, _manifest, lambda manifest: cls._read(home, manifest, view))
+        return _KIND.load(home, lambda manifest: cls._read(home, manifest, view))
 
     @classmethod
     def _read(cls, home: Path, manifest: dict[str, Any], view: StoreView) -> ScanIndex:
@@ -246,14 +250,7 @@ class ScanIndex:
             raise ValueError(f"{home}: the codes are of other rows than the store's")
 
         def read(name: str, dtype: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-            file = data / f"{name}.npy"
-            try:
-                a = np.load(file, mmap_mode=None if 0 in shape else "r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
-                raise ValueError(f"{file}: not a readable array ({error})") from error
-            if a.dtype != dtype or a.shape != shape:
-                raise ValueError(f"{file}: expected {np.dtype(dtype)} {list(shape)}, found {a.dtype} {list(a.shape)}")
-            return np.asarray(a)
+            return read_array(data / f"{name}.npy", dtype, shape, mapped=True)
 
         index = cls(
             read("matrix", np.float32, (dim, dim)).copy(),
@@ -265,10 +262,10 @@ class ScanIndex:
         run = _Run(tuple(read(name, *shape) for name, shape in zip(_Run.NAMES, shapes, strict=True)), mapped=True)
         try:
             alpha = float.fromhex(manifest["alpha"])
-        except ValueError:
-            raise ValueError(
-                f"{home / _KIND.manifest}: expected alpha to be a number, found {manifest['alpha']!r}"
-            ) from None
+        except (ValueError, OverflowError):
+            alpha = -1.0
+        if not 0.0 <= alpha < np.inf:
+            raise ValueError(f"{home / _KIND.file}: expected alpha to be a number, found {manifest['alpha']!r}")
         index._state = _State(index._rotation, (run,) if n else (), alpha, manifest["fingerprint"])
         return index
 
@@ -359,24 +356,3 @@ def _save_parts(path: Path, parts: list[npt.NDArray[Any]]) -> None:
         np.lib.format.write_array_header_1_0(file, header)
         for part in parts:
             file.write(part.data.cast("B") if part.size else b"")
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _KIND.manifest
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder}: no scan index here (expected {_KIND.manifest})")
-    try:
-        manifest = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable JSON ({error})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected a manifest of format {FORMAT!r}")
-    if manifest.get("format_version") != FORMAT_VERSION:
-        found = manifest.get("format_version")
-        raise ValueError(f"{path}: format version {found!r}, this version reads {FORMAT_VERSION}")
-    for name, kind in {"data": str, "dim": int, "rows": int, "alpha": str, "fingerprint": str}.items():
-        if not isinstance(manifest.get(name), kind):
-            raise ValueError(f"{path}: expected {name} to be {kind.__name__}, found {manifest.get(name)!r}")
-    if Path(manifest["data"]).name != manifest["data"]:
-        raise ValueError(f"{path}: expected the name of a subfolder")
-    return manifest

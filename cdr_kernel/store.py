@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, check_rows, factor, scale_rows, take_rows
-from cdr_kernel.folder import LOCK, Kind, synced
+from cdr_kernel.folder import LOCK, Kind, read_array, synced
 from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
@@ -30,12 +30,33 @@ Bool: TypeAlias = npt.NDArray[np.bool_]
 FORMAT = "cdr-fact-store"
 FORMAT_VERSION = 1
 DTYPES = ("float16", "float32", "float64")
-_KIND = Kind("manifest.json", "data-")
+_ARRAYS = ("embeddings", "squared_norms", "importance", "sequence", "positions", "tokens", "token_offsets")
+_TEXTS = ("ids", "texts", "sources")
+_FILES = {*(f"{name}.npy" for name in _ARRAYS), *(f"{n}{end}" for n in _TEXTS for end in (".utf8", "_offsets.npy"))}
+_KIND = Kind(
+    "store",
+    file="manifest.json",
+    data="data-",
+    format=FORMAT,
+    version=FORMAT_VERSION,
+    fields={
+        "dim": int,
+        "dtype": str,
+        "embedding_model": str,
+        "tokenizer": str,
+        "hash_key": str,
+        "unicode": str,
+        "facts": int,
+        "next_sequence": int,
+        "files": dict,
+    },
+)
 _UNFINISHED = re.compile(  # names that saves give, of stores and of the scan indexes beside them
     rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}"
 )
 _NO_POSITION = -1
 _MAX_POSITION = 2**63 - 1
+_FLOAT64 = np.finfo(np.float64)
 _CHUNK = 65536  # rows read or written at a time
 
 
@@ -262,7 +283,12 @@ class StoreView:
 
 
 def _index(view: StoreView) -> dict[str, int]:
-    return dict(zip(view.ids, np.flatnonzero(view.alive).tolist(), strict=True))
+    ids = view.ids
+    rows = dict(zip(ids, np.flatnonzero(view.alive).tolist(), strict=True))
+    if len(rows) < len(ids):
+        twice = next(i for i, row in zip(ids, np.flatnonzero(view.alive).tolist(), strict=True) if rows[i] != row)
+        raise ValueError(f"ids: {twice!r} more than once: the store it was loaded from is damaged")
+    return rows
 
 
 class FactStore:
@@ -606,11 +632,9 @@ class FactStore:
                 np.save(file, array, allow_pickle=False)
         _save_tokens(data, view.tokens, keep)
         alive = view.alive.tolist()
-        for name in ("ids", "texts", "sources"):
+        for name in _TEXTS:
             _save_strings(data, name, compress(getattr(view._storage, name), alive))
         return {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
             "dim": self.dim,
             "dtype": self.dtype.name,
             "embedding_model": self.embedding_model,
@@ -642,9 +666,14 @@ class FactStore:
 
         Raises FileNotFoundError where there is no store, ValueError saying what is wrong for another tokenizer or
         key and where there is a damaged store or one of a later format. Nothing is ever unpickled.
+
+        Checked are the manifest, the sizes and shapes of the files, and the ranges and order of all numbers but the
+        vectors; ids that are there twice are found when ids are indexed. Not checked is what only a second look at all
+        bytes could tell: bits that have changed inside the embeddings, texts, ids and tokens, or within the range of a
+        number.
         """
         folder = Path(path)
-        return _KIND.load(folder, _manifest, lambda manifest: cls._read(folder, manifest, mmap, tokenizer, hash_key))
+        return _KIND.load(folder, lambda manifest: cls._read(folder, manifest, mmap, tokenizer, hash_key))
 
     @classmethod
     def _read(
@@ -656,9 +685,12 @@ class FactStore:
         hash_key: HashKey | None,
     ) -> FactStore:
         data = folder / manifest["data"]
-        for name, size in manifest["files"].items():
-            file = data / name
-            found = file.stat().st_size if file.exists() else None
+        sizes = manifest["files"]
+        for name in sorted(_FILES):
+            file, size = data / name, sizes.get(name)
+            if type(size) is not int:
+                raise ValueError(f"{folder / _KIND.file}: expected the size of {name} in files, found {size!r}")
+            found = file.stat().st_size if file.is_file() else None
             if found != size:
                 raise ValueError(f"{file}: expected {size} bytes, found {'no file' if found is None else found}")
         n, dim = manifest["facts"], manifest["dim"]
@@ -679,38 +711,43 @@ class FactStore:
                     f"{folder}: the texts were hashed with {what} {manifest[name]!r}, got {own!r}: pass {keyword}="
                 )
 
-        def read(name: str, dtype: Any, shape: tuple[int, ...], mapped: bool) -> npt.NDArray[Any]:
+        def numbers(name: str, dtype: Any, least: float, most: float) -> _Growing:
             file = data / f"{name}.npy"
-            try:
-                a = np.load(file, mmap_mode="r" if mapped and 0 not in shape else None, allow_pickle=False)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{file}: not a readable array ({error})") from error
-            if a.dtype != dtype or a.shape != shape:
-                raise ValueError(f"{file}: expected {np.dtype(dtype)} {list(shape)}, found {a.dtype} {list(a.shape)}")
-            return np.asarray(a)
+            a = read_array(file, dtype, (n,), mapped=False)
+            if n and not (least <= a.min() and a.max() <= most):
+                bad = int(np.flatnonzero(~((a >= least) & (a <= most)))[0])
+                raise ValueError(f"{file}: expected {least:g} to {most:g}, found {a[bad]} in row {bad}")
+            return _Growing(a)
+
+        def offsets(name: str) -> Int64:
+            file = data / f"{name}.npy"
+            a = read_array(file, np.int64, (n + 1,), mapped=mmap)
+            if a[0] != 0 or (a[1:] < a[:-1]).any():
+                raise ValueError(f"{file}: expected offsets from 0 on that never fall")
+            return a
 
         def strings(name: str) -> _Strings:
-            offsets = read(f"{name}_offsets", np.int64, (n + 1,), mmap)
-            size = manifest["files"][f"{name}.utf8"]
-            if offsets[0] != 0 or offsets[-1] != size:
-                raise ValueError(f"{data / name}_offsets.npy: does not fit {name}.utf8 of {size} bytes")
-            if mmap and size:
-                return _Strings(offsets, np.memmap(data / f"{name}.utf8", np.uint8, "r"))
-            return _Strings(offsets, np.fromfile(data / f"{name}.utf8", np.uint8))
+            ends, file, size = offsets(f"{name}_offsets"), data / f"{name}.utf8", sizes[f"{name}.utf8"]
+            if ends[-1] != size:
+                raise ValueError(f"{data / name}_offsets.npy: expected {size} (the bytes of {file.name}) at the end")
+            return _Strings(ends, np.memmap(file, np.uint8, "r") if mmap and size else np.fromfile(file, np.uint8))
 
-        embeddings = read("embeddings", store.dtype, (n, dim), mmap)
-        offsets = read("token_offsets", np.int64, (n + 1,), mmap)
-        tokens = read("tokens", np.uint8, (TOKEN_BYTES * int(offsets[-1]),), mmap)
+        embeddings = read_array(data / "embeddings.npy", store.dtype, (n, dim), mapped=mmap)
+        ends = offsets("token_offsets")
+        tokens = read_array(data / "tokens.npy", np.uint8, (TOKEN_BYTES * int(ends[-1]),), mapped=mmap)
+        sequence = numbers("sequence", np.int64, 0, manifest["next_sequence"] - 1)
+        if (sequence.buffer[1:] <= sequence.buffer[:-1]).any():
+            raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
         storage = _Storage(
             mapped=embeddings if n else None,
             tail=_Growing(np.empty((0, dim), store.dtype)),
-            squared_norms=_Growing(read("squared_norms", np.float64, (n,), False)),
-            importance=_Growing(read("importance", np.float64, (n,), False)),
-            sequence=_Growing(read("sequence", np.int64, (n,), False)),
-            positions=_Growing(read("positions", np.int64, (n,), False)),
+            squared_norms=numbers("squared_norms", np.float64, _FLOAT64.smallest_subnormal, _FLOAT64.max),
+            importance=numbers("importance", np.float64, 0.0, _FLOAT64.max),
+            sequence=sequence,
+            positions=numbers("positions", np.int64, _NO_POSITION, _MAX_POSITION),
             ids=strings("ids"),
             texts=strings("texts"),
-            tokens=_Tokens(mapped=(offsets, tokens) if n else None),
+            tokens=_Tokens(mapped=(ends, tokens) if n else None),
             sources=strings("sources"),
         )
         store.path = folder
@@ -765,45 +802,11 @@ def check_store_folder(folder: Path) -> None:
     if not folder.exists() or all(_UNFINISHED.fullmatch(path.name) for path in folder.iterdir()):
         return
     try:
-        found = json.loads((folder / _KIND.manifest).read_bytes())
-    except (OSError, ValueError):
+        found = json.loads((folder / _KIND.file).read_bytes())
+    except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _KIND.manifest
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder}: no store here (expected {_KIND.manifest})")
-    try:
-        manifest = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable JSON ({error})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected a manifest of format {FORMAT!r}")
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path}: format version {manifest.get('format_version')!r}, this version reads {FORMAT_VERSION}"
-        )
-    kinds = {
-        "data": str,
-        "dim": int,
-        "dtype": str,
-        "embedding_model": str,
-        "tokenizer": str,
-        "hash_key": str,
-        "unicode": str,
-        "facts": int,
-        "next_sequence": int,
-        "files": dict,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(manifest.get(name), kind):
-            raise ValueError(f"{path}: expected {name} to be {kind.__name__}, found {manifest.get(name)!r}")
-    if Path(manifest["data"]).name != manifest["data"] or any(Path(f).name != f for f in manifest["files"]):
-        raise ValueError(f"{path}: expected names of files in this folder")
-    return manifest
 
 
 def _few(ids: Sequence[str]) -> str:

@@ -4,12 +4,13 @@ import json
 import os
 import threading
 
+import numpy as np
 import pytest
 
 from cdr_kernel import folder as folder_module
-from cdr_kernel.folder import LOCK, Kind
+from cdr_kernel.folder import LOCK, Kind, read_array
 
-KIND = Kind("thing.json", "thing-")
+KIND = Kind("thing", file="thing.json", data="thing-", format="thing", version=1, fields={"n": int})
 
 
 def names(folder):
@@ -19,7 +20,7 @@ def names(folder):
 def writing(text):
     def write(data):
         (data / "text").write_text(text)
-        return {"format": "thing"}
+        return {"n": 1}
 
     return write
 
@@ -140,10 +141,6 @@ def test_a_lock_that_never_stays_is_an_error(tmp_path, monkeypatch):
         KIND.save(tmp_path, writing("one"))
 
 
-def manifest_of(folder):
-    return json.loads((folder / "thing.json").read_bytes())
-
-
 def test_a_load_whose_data_is_swept_up_reads_the_newer(tmp_path):
     KIND.save(tmp_path, writing("0"))
     seen = []
@@ -154,7 +151,7 @@ def test_a_load_whose_data_is_swept_up_reads_the_newer(tmp_path):
             KIND.save(tmp_path, writing(str(len(seen))))
         return (tmp_path / manifest["data"] / "text").read_text()
 
-    assert KIND.load(tmp_path, manifest_of, read) == "3"
+    assert KIND.load(tmp_path, read) == "3"
     assert len(set(seen)) == 4
 
 
@@ -169,9 +166,91 @@ def test_a_load_ends_where_data_is_missing_or_replaced_for_ever(tmp_path):
         raise FileNotFoundError(manifest["data"])
 
     with pytest.raises(FileNotFoundError):
-        KIND.load(tmp_path, manifest_of, read)
+        KIND.load(tmp_path, read)
     assert len(seen) == 100
     seen.clear()
     with pytest.raises(FileNotFoundError):
-        KIND.load(tmp_path, manifest_of, lambda manifest: read(manifest, save=False))
+        KIND.load(tmp_path, lambda manifest: read(manifest, save=False))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": True}, "expected n to be int, found True"),
+        ({"n": 1.0}, "expected n to be int"),
+        ({"n": -1}, "expected n to be int, found -1"),
+        ({"n": 2**63}, "expected n to be int"),
+        ({"n": None}, "expected n to be int"),
+        ({"format": "other"}, "expected a manifest of format 'thing'"),
+        ({"format_version": True}, "format version True, this version reads 1"),
+        ({"format_version": 2}, "format version 2"),
+        ({"data": ""}, "expected data to name a subfolder, found ''"),
+        ({"data": "."}, "name a subfolder"),
+        ({"data": "../thing-0123456789abcdef"}, "name a subfolder"),
+        ({"data": "thing-\0"}, "name a subfolder"),
+        ({"data": 5}, "name a subfolder"),
+    ],
+)
+def test_a_damaged_manifest(tmp_path, change, message):
+    KIND.save(tmp_path, writing("one"))
+    good = json.loads((tmp_path / "thing.json").read_bytes())
+    assert KIND.manifest(tmp_path) == good
+    (tmp_path / "thing.json").write_text(json.dumps(good | change))
+    with pytest.raises(ValueError, match=message):
+        KIND.manifest(tmp_path)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[" * 200000, b'{"a":' * 200000, b"\xff\xfe\0", b"9" * 5000])
+def test_a_manifest_that_is_no_json(tmp_path, raw):
+    (tmp_path / "thing.json").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"thing\.json: not readable JSON"):
+        KIND.manifest(tmp_path)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_damaged_array_is_a_value_error_whatever_its_header_says(tmp_path, mapped):
+    file = tmp_path / "a.npy"
+    np.save(file, np.arange(12.0).reshape(3, 4))
+    good = file.read_bytes()
+    assert read_array(file, np.float64, (3, 4), mapped=mapped).tolist() == np.arange(12.0).reshape(3, 4).tolist()
+    np.savez(tmp_path / "z.npz", a=np.arange(12.0))
+    np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
+    header = good[10:128]
+    bad = [
+        (tmp_path / "z.npz").read_bytes(),
+        (tmp_path / "pickled.npy").read_bytes(),
+        b"",
+        good[:60],
+        good[:-1],
+        good.replace(b"False", b"True "),
+        good.replace(b"<f8", b">f8"),
+        good.replace(b"(3, 4)", b"(-3,4)"),
+        good.replace(b"(3, 4)", b"(3,4.)"),
+        good.replace(b"(3, 4)", b"9**9**"),
+        *(good.replace(header, (text + b" " * 118)[:117] + b"\n") for text in NO_HEADERS),
+    ]
+    for raw in bad:
+        file.write_bytes(raw)
+        with pytest.raises(ValueError, match=r"a\.npy: (not a readable array|expected float64 \[3, 4\])"):
+            read_array(file, np.float64, (3, 4), mapped=mapped)
+    with pytest.raises(ValueError, match="not a readable array"):
+        read_array(tmp_path, np.float64, (3, 4), mapped=mapped)
+
+
+NO_HEADERS = [
+    b"(" * 50,
+    b"{" * 50,
+    b"'" * 3,
+    b"5",
+    b"[{}]",
+    b"{}",
+    b"\xff" * 20,
+    b"\0" * 20,
+    b"{'descr': '', 'fortran_order': False, 'shape': (3, 4), }",
+    b"{'descr': ('<f8',), 'fortran_order': False, 'shape': (3, 4), }",
+    b"{'descr': [()], 'fortran_order': False, 'shape': (3, 4), }",
+    b"{'descr': '<f8', 'fortran_order': 1, 'shape': (3, 4), }",
+    b"{'descr': '<f8', 'fortran_order': False, 'shape': (999999999999999999999, 4), }",
+    b"{'descr': '(((', 'fortran_order': False, 'shape': (3, 4), }",
+]

@@ -43,6 +43,11 @@ def contents(store):
     )  # fmt: skip
 
 
+def change(file, row, value):
+    """In place, so that whoever has mapped the file sees it too."""
+    np.load(file, mmap_mode="r+")[row] = value
+
+
 class TestAdd:
     def test_facts_come_back_as_they_went_in(self):
         store = FactStore(2, embedding_model="m1")
@@ -490,10 +495,44 @@ class TestSaveAndLoad:
             (lambda p, d, m: (p / "manifest.json").write_text("[]"), "expected a manifest"),
             (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "format_version": 99})), "version 99"),
             (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "dim": "4"})), "expected dim to be int"),
-            (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "data": "../x"})), "names of files"),
+            (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "data": "../x"})), "name a subfolder"),
             (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "facts": 11})), r"expected .* \[11"),
             (lambda p, d, m: (d / "importance.npy").write_bytes(b"\0" * 208), "not a readable array"),
             (lambda p, d, m: (d / "tokens.npy").unlink(), "found no file"),
+            (lambda p, d, m: (p / "manifest.json").write_text("[" * 200000), "not readable JSON"),
+            (
+                lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "dim": True})),
+                "dim to be int, found True",
+            ),
+            (lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "files": {}})), "size of .* in files"),
+            (
+                lambda p, d, m: (p / "manifest.json").write_text(
+                    json.dumps({**m, "files": {**m["files"], "tokens.npy": True}})
+                ),
+                "size of tokens.npy in files, found True",
+            ),
+            (
+                lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "next_sequence": 9})),
+                "found 9 in row 9",
+            ),
+            (
+                lambda p, d, m: change(d / "importance.npy", 3, np.nan),
+                r"importance.npy: expected 0 to .*, found nan in row 3",
+            ),
+            (lambda p, d, m: change(d / "importance.npy", 3, -1), "found -1.0 in row 3"),
+            (lambda p, d, m: change(d / "importance.npy", 3, np.inf), "found inf in row 3"),
+            (
+                lambda p, d, m: change(d / "squared_norms.npy", 3, 0),
+                "squared_norms.npy: expected .*, found 0.0 in row 3",
+            ),
+            (lambda p, d, m: change(d / "squared_norms.npy", 3, np.inf), "found inf in row 3"),
+            (lambda p, d, m: change(d / "sequence.npy", 3, 2), "sequence.npy: expected ascending"),
+            (lambda p, d, m: change(d / "sequence.npy", 0, -1), "found -1 in row 0"),
+            (lambda p, d, m: change(d / "positions.npy", 3, -7), "positions.npy: expected -1 to .*, found -7 in row 3"),
+            (lambda p, d, m: change(d / "ids_offsets.npy", 5, 0), "ids_offsets.npy: expected offsets from 0 on"),
+            (lambda p, d, m: change(d / "texts_offsets.npy", 0, 1), "expected offsets from 0 on"),
+            (lambda p, d, m: change(d / "sources_offsets.npy", 10, 1), r"sources_offsets.npy: expected 0 \(the bytes"),
+            (lambda p, d, m: change(d / "token_offsets.npy", 5, 10**9), "token_offsets.npy: expected offsets"),
             (lambda p, d, m: np.save(d / "token_offsets.npy", np.zeros(11, np.int64)), r"expected uint8 \[0\]"),
             (
                 lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "tokenizer": None})),
@@ -504,6 +543,16 @@ class TestSaveAndLoad:
     def test_a_damaged_store_says_what_is_wrong(self, tmp_path, what, message):
         with pytest.raises(ValueError, match=message):
             FactStore.load(self.damage(tmp_path, what))
+
+    @pytest.mark.parametrize("mmap", [True, False])
+    def test_an_id_that_is_there_twice_is_named_when_ids_are_indexed(self, tmp_path, mmap):
+        def twice(path, data, manifest):
+            (data / "ids.utf8").write_bytes(b"f0f1f2f3f1f5f6f7f8f9")
+
+        store = FactStore.load(self.damage(tmp_path, twice), mmap=mmap)
+        for ask in (lambda: "f3" in store, lambda: store.view().row_of("f3"), lambda: store.remove(["f3"])):
+            with pytest.raises(ValueError, match="'f1' more than once: the store it was loaded from is damaged"):
+                ask()
 
     def test_no_store_and_pickles(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="no store here"):
@@ -688,13 +737,10 @@ class TestTokens:
         assert store.version == version
         assert store.add(["b", "c"], ["fine", "what?"], [[1.0], [np.nan]], on_invalid="skip").added == 1
 
-    def test_damaged_offsets_are_found_when_their_row_is_read(self, tmp_path):
+    def test_offsets_damaged_since_are_found_when_their_row_is_read(self, tmp_path):
         filled().save(tmp_path)
-        file = next(tmp_path.glob("data-*")) / "token_offsets.npy"
-        offsets = np.load(file)
-        offsets[4] = -3
-        np.save(file, offsets)
         store = FactStore.load(tmp_path)
+        change(next(tmp_path.glob("data-*")) / "token_offsets.npy", 4, -3)
         guard = NGramGuard(1)
         guard.update("text")
         assert guard.overlap_rows(store.view().tokens, np.array([0, 2, 9])).tolist() == [1, 1, 1]
