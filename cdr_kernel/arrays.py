@@ -30,18 +30,19 @@ def as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
 
     x: lists, tuples, numpy arrays of any layout and endianness, torch tensors (bfloat16 becomes float32,
     which is exact). Integers become float64. Raises TypeError for anything that is not numbers, ValueError for
-    another number of dimensions than ndim.
+    another number of dimensions than ndim, masked values, and tensors that are not dense (sparse, nested, quantised,
+    float8, without storage).
     """
-    if np.ma.is_masked(x):
+    if np.ma.is_masked(x) or (ndim == 2 and isinstance(x, list | tuple) and any(map(np.ma.is_masked, x))):
         raise ValueError(f"{name}: expected no masked values")
     try:
         if is_tensor(x):
             import torch
 
-            x = x.detach().cpu()
+            x = x.detach().cpu().resolve_conj().resolve_neg()
             x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
         a = np.asarray(x)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: nested, meta and other unusual tensors
         raise ValueError(f"{name}: expected a regular {ndim}-dimensional array of numbers ({error})") from None
     if a.size == 0 and a.ndim == 1 and ndim == 2:
         a = a.reshape(0, 0).astype(np.float64)
