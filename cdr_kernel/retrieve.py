@@ -72,11 +72,11 @@ class Retriever:
             raise TypeError(f"store: expected a FactStore, got {type(store).__name__}")
         if kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-        if isinstance(nprobe, bool) or not isinstance(nprobe, int) or nprobe < 1:
+        if isinstance(nprobe, bool) or not isinstance(nprobe, int | np.integer) or nprobe < 1:
             raise ValueError(f"nprobe: expected an integer of at least 1, got {nprobe!r}")
         self.store = store
         self.kind = kind
-        self.nprobe = nprobe
+        self.nprobe = int(nprobe)
         self._cache = RowCache(cache_bytes)
         self._lock = threading.Lock()
         self._codes: ScanIndex | None = None

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 MODES = ("spec",)
 EXHAUSTIONS = ("score", "novelty")
 SCHEMA = 1
+MOST_WORDS = 2**53
+"""Up to here a float64 holds every count."""
 TOKEN_LIMIT = 4096
 """SPEC-007: bytes of a session token at most."""
 
@@ -113,7 +115,7 @@ class SubQuery:
     id: unique in its session. label: what the anchor calls it (§4.2). text: what was embedded.
     embedding: [D], any float dtype, list or tensor; kept as a read-only float64 copy. It must come from the
     model of the store's facts (§2.5).
-    expected_words: int >= 0 that the finished task should have on it, None where unknown.
+    expected_words: int, 0 to 2^53, that the finished task should have on it, None where unknown.
     marginal: a complete task may leave it undone (R9).
 
     Raises TypeError or ValueError for a wrong type, an empty id or label, a vector that is zero, not finite
@@ -134,7 +136,7 @@ class SubQuery:
         _check_text(self.text, f"the text of {where}", empty=True)
         _check_bool(self.marginal, f"marginal of {where}")
         if self.expected_words is not None:
-            words = check_integer(self.expected_words, f"expected_words of {where}", 0)
+            words = check_integer(self.expected_words, f"expected_words of {where}", 0, MOST_WORDS)
             object.__setattr__(self, "expected_words", words)
         vector = np.array(as_vector(self.embedding, None, f"the embedding of {where}"))
         vector.setflags(write=False)
@@ -162,7 +164,7 @@ class WindowReport:
     completeness_score: of the whole task so far, in [0, 1].
     addressed: ids of the sub-queries that this window's output covered, each once.
     depth_by_sub_query: depth in [0, 1] of addressed ids; one that is missing counts as 0.5 (R33).
-    words_by_sub_query: words of this window's output on a sub-query, addressed or not.
+    words_by_sub_query: words of this window's output on a sub-query, addressed or not, 0 to 2^53.
     embedding_model: the model behind the embeddings (R18); may be given to `Session.update` instead.
 
     `Session.update` checks all of it.
@@ -707,8 +709,11 @@ class Session:
 
     def _check_report(self, report: WindowReport) -> tuple[float, dict[str, float], dict[str, int]]:
         completeness = self._check_completeness(report)
-        if isinstance(report.addressed, str):
-            raise TypeError(f"addressed must be a sequence of ids, got the str {report.addressed!r}")
+        if isinstance(report.addressed, str | bytes) or not isinstance(report.addressed, Iterable):
+            raise TypeError(f"addressed must be a sequence of ids, got {report.addressed!r}")
+        for name in ("depth_by_sub_query", "words_by_sub_query"):
+            if not isinstance(getattr(report, name), Mapping):
+                raise TypeError(f"{name} must be a mapping by id, got {getattr(report, name)!r}")
         depths: dict[str, float] = {}
         for id in report.addressed:
             if self._check_id(id, "addressed") in depths:
@@ -719,7 +724,7 @@ class Session:
                 raise ValueError(f"depth_by_sub_query has a depth for {id!r}, which is not among addressed")
             depths[id] = check_number(depth, f"the depth of {id!r}", 0.0, 1.0)
         words = {
-            self._check_id(id, "words_by_sub_query"): check_integer(n, f"the words of {id!r}", 0)
+            self._check_id(id, "words_by_sub_query"): check_integer(n, f"the words of {id!r}", 0, MOST_WORDS)
             for id, n in dict(report.words_by_sub_query).items()
         }
         return completeness, depths, words

@@ -143,6 +143,14 @@ def test_bad_construction(arguments, error, message):
         Retriever(**{"store": clustered(3)[0], **arguments})
 
 
+def test_counts_may_be_numpy_integers():
+    store, query = clustered(200)
+    found = [Retriever(store, "ivf", nprobe=n).search(query).rows.tolist() for n in (4, np.int64(4), np.uint8(4))]
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(ValueError, match="nprobe: expected an integer"):
+        Retriever(store, "ivf", nprobe=np.float64(4))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_searches(kind):
     store, query = clustered(20)

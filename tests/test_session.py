@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 import threading
@@ -292,6 +293,39 @@ def test_a_bad_update_changes_nothing(bad, kwargs, error):
     with pytest.raises(error):
         session.update(bad, **{"output": OUTPUT, **kwargs})
     assert session.to_json() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("addressed", None, TypeError, "addressed must be a sequence of ids, got None"),
+        ("addressed", 5, TypeError, "addressed must be a sequence of ids, got 5"),
+        ("addressed", b"a", TypeError, "addressed must be a sequence of ids, got b'a'"),
+        ("addressed", (None,), TypeError, "addressed must name sub-queries by their id, got None"),
+        ("addressed", (["a"],), TypeError, "addressed must name sub-queries by their id"),
+        ("depth_by_sub_query", None, TypeError, "depth_by_sub_query must be a mapping by id, got None"),
+        ("depth_by_sub_query", {5: 0.5}, TypeError, "depth_by_sub_query must name sub-queries by their id, got 5"),
+        ("words_by_sub_query", 7, TypeError, "words_by_sub_query must be a mapping by id, got 7"),
+        ("words_by_sub_query", {None: 1}, TypeError, "words_by_sub_query must name sub-queries by their id"),
+        ("words_by_sub_query", {"a": 2**53 + 1}, ValueError, "the words of 'a' must be 0 to 9007199254740992, got"),
+        ("words_by_sub_query", {"a": 10**400}, ValueError, "the words of 'a' must be 0 to 9007199254740992"),
+    ],
+)
+def test_an_update_says_what_is_wrong_with_a_report(field, value, error, message):
+    session = make_session()
+    good = WindowReport(0.5, ("a",), embedding_model=MODEL)
+    with pytest.raises(error, match=message):
+        session.update(dataclasses.replace(good, **{field: value}), OUTPUT)
+    assert session.window_count == 0
+
+
+def test_the_most_words():
+    session = make_session()
+    session.update(report(["a"], words_by_sub_query={"a": 2**53}), OUTPUT)
+    session.update(report(["a"], words_by_sub_query={"a": 2**53}), OUTPUT)
+    assert Session.from_json(session.to_json()).words["a"] == 2**54
+    with pytest.raises(ValueError, match="expected_words of sub-query 'a' must be 0 to 9007199254740992"):
+        SubQuery("a", "A", "", [1.0], expected_words=2**53 + 1)
 
 
 def test_a_tokenizer_that_fails_changes_nothing():
