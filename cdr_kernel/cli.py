@@ -24,6 +24,8 @@ from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS_L
 from cdr_kernel.files import (
     Task,
     check_output,
+    goes_out_at_once,
+    is_stdout,
     names_array,
     pick_task,
     read_task_vectors,
@@ -402,7 +404,10 @@ def run(
     ] = None,
     embed: EmbedOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="RUN.json", help="Write the whole run here.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="RUN.json", help="Write the whole run here (to /dev/stdout: not the table)."
+        ),
     ] = None,
     min_relevance: Gate = CDR_MIN_RELEVANCE,
     windows: Windows = None,
@@ -418,7 +423,7 @@ def run(
 ) -> None:
     """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
     if output is not None:
-        check_output(output)
+        check_output(output, task, store, *([] if vectors is None else [vectors]))
     opened = cdr_kernel.FactStore.load(store)
     chosen = pick_task(read_tasks(task), task_id, task)
     if embed not in (None, opened.embedding_model):
@@ -450,8 +455,11 @@ def run(
     }
     record = RunRecord(chosen)
 
+    # What cannot be written again gets the run once, when it is over.
+    once = output is not None and goes_out_at_once(output)
+
     def save(complete: bool, error: str | None = None) -> None:
-        if output is not None:
+        if output is not None and (not once or complete or error is not None):
             about = {"path": str(store), "facts": len(opened), "dim": opened.dim, "dtype": opened.dtype.name}
             write_json(
                 output,
@@ -495,6 +503,8 @@ def run(
                 "windows": summary(record.windows),
             }
         )
+        return
+    if output is not None and is_stdout(output):
         return
     show(f"{chosen.query}: {len(chosen.items)} sub-topics, {len(opened)} facts, {opened.embedding_model}")
     show(_window_table(record.windows))

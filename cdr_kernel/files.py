@@ -5,11 +5,14 @@ Whatever is wrong in a file is a `FileError` that says which file, where in it, 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import secrets
+import stat
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -414,24 +417,93 @@ def read_task_vectors(path: Path, task: Task, dim: int) -> tuple[Float64, Float6
     return query, subs
 
 
-def check_output(path: Path) -> None:
-    """Raises OSError unless `write_json` can put a file at this path: its folder is there, no other thing is."""
-    if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path}: expected a file to write to, found something else")
-    if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(f"{path}: expected its folder to be there")
+def is_stdout(path: Path) -> bool:
+    """Whether a path is standard output by another name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(sys.stdout.fileno()))
+    except (OSError, ValueError):  # nothing is there, or standard output is no file
+        return False
+
+
+def goes_out_at_once(path: Path) -> bool:
+    """Whether `write_json` writes to what is there, a pipe, a device or standard output, and replaces no file."""
+    return is_stdout(path) or (path.exists() and not path.is_file())
+
+
+def check_output(path: Path, *inputs: Path) -> None:
+    """Raises OSError unless `write_json` can write to this path, FileError where that would overwrite an input.
+
+    inputs: files and folders that are read; what lies in such a folder is not overwritten either.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            what = f"a symbolic link to {os.readlink(path)!r}, which is not there"
+            raise FileNotFoundError(f"{path}: expected a file to write to, found {what}") from None
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: expected its folder to be there") from None
+        _check_writable(path.parent, path)
+        return
+    except OSError as error:
+        found_instead = "symbolic links that go round in a circle" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(f"{path}: expected a file to write to, found {found_instead}") from None
+    if stat.S_ISDIR(found.st_mode):
+        raise FileExistsError(f"{path}: expected a file to write to, found a folder")
+    _check_writable(path, path)
+    if goes_out_at_once(path):
+        return
+    target = Path(os.path.realpath(path))
+    _check_writable(target.parent, path)
+    for other in inputs:
+        if other.exists() and (other.samefile(target) or other.resolve() in target.parents):
+            raise FileError(f"{path}: expected a file of its own to write to, found what is read: {other}")
+
+
+def _check_writable(wanted: Path, path: Path) -> None:
+    if not os.access(wanted, os.W_OK):
+        what = "it" if wanted == path else "to its folder"
+        raise PermissionError(errno.EACCES, f"no permission to write {what}", str(path))
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document whole or not at all: a draft beside the file is synced, then renamed over it."""
+    """Write a document whole or not at all: a draft beside the file is synced, then renamed over it.
+
+    A file that is there keeps its mode. What is no regular file, and standard output, is written to as it stands.
+    OSErrors name `path`, whatever the file at fault.
+    """
     check_output(path)
-    target = path.resolve()
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     try:
-        with open(draft, "x", encoding="ascii") as file:
-            json.dump(document, file, indent=1, allow_nan=False)
-            file.write("\n")
+        if goes_out_at_once(path):
+            _write_through(path, text)
+        else:
+            _replace(Path(os.path.realpath(path)), text)
+    except OSError as error:
+        # The draft's name would tell the user nothing.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _write_through(path: Path, text: str) -> None:
+    if is_stdout(path):  # opened again it would have a place of its own, and overwrite what was printed
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def _replace(target: Path, text: str) -> None:
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    draft = target.with_name(f".cdr-{secrets.token_hex(8)}")
+    try:
+        # Never open to more readers than the file it replaces.
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode & 0o600)
+        with open(handle, "w", encoding="ascii") as file:
+            file.write(text)
             file.flush()
+            if mode is not None:
+                os.chmod(draft, mode)
             os.fsync(file.fileno())
         os.replace(draft, target)
     except BaseException:

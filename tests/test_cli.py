@@ -76,10 +76,7 @@ def environment(**more):
 def start(*arguments, **options):
     return subprocess.Popen(
         [sys.executable, "-m", "cdr_kernel.cli", *(str(a) for a in arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-        **options,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **options},
     )
 
 
@@ -382,6 +379,39 @@ def test_run_refuses(store, tmp_path):
     assert "bad.json, line 1, column 2: expected JSON" in fails(
         "run", store, tmp_path / "bad.json", *arguments[3:], "x"
     )
+
+
+def test_run_never_writes_over_what_it_reads(store, tmp_path):
+    task, vectors = tmp_path / "task.json", tmp_path / "q.npz"
+    task.write_bytes(Path(TASK).read_bytes())
+    vectors.write_bytes(Path(QUERIES).read_bytes())
+    (tmp_path / "link.json").symlink_to(task)
+    os.link(task, tmp_path / "hard.json")
+    before = {path: path.read_bytes() for path in (task, vectors, store / "manifest.json")}
+    arguments = ("run", store, task, "--vectors", vectors, "--writer", "extract", *GATE, "-o")
+    for output in (task, tmp_path / "link.json", tmp_path / "hard.json", vectors, store / "manifest.json"):
+        assert "expected a file of its own to write to, found what is read" in fails(*arguments, output)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="no /dev/stdout")
+@pytest.mark.parametrize("to_file", [False, True])
+def test_run_to_standard_output(store, tmp_path, to_file):
+    arguments = ["run", store, TASK, "--vectors", QUERIES, "--writer", "extract", *GATE, "-o", "/dev/stdout"]
+    path = tmp_path / "out"
+
+    def output(*more):
+        with open(path, "wb") as file:
+            process = start(*arguments, *more, **({"stdout": file} if to_file else {}))
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, b"")
+        return path.read_text() if to_file else out.decode()
+
+    run = json.loads(output())
+    assert (run["complete"], len(run["windows"])) == (True, 5)
+    *document, line = output("--json").splitlines()
+    assert json.loads("\n".join(document))["windows"] == run["windows"]
+    assert json.loads(line)["complete"]
 
 
 def test_run_with_a_command(store, tmp_path):

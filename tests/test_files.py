@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -286,3 +289,63 @@ def test_write_json_is_whole_or_not_at_all(tmp_path):
         write_json(tmp_path, {})
     with pytest.raises(FileNotFoundError, match="expected its folder to be there"):
         write_json(tmp_path / "no" / "run.json", {})
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of another kind")
+def test_write_json_keeps_the_mode_of_what_it_replaces(tmp_path, monkeypatch):
+    path, modes = tmp_path / "run.json", []
+    monkeypatch.setattr(files.os, "fsync", lambda handle: modes.append(os.fstat(handle).st_mode & 0o777))
+    umask = os.umask(0o022)
+    try:
+        write_json(path, {"n": 1})
+        assert path.stat().st_mode & 0o777 == 0o644
+        for mode in (0o600, 0o664, 0o640):
+            path.chmod(mode)
+            write_json(path, {"n": 2})
+            assert path.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(umask)
+    assert modes == [0o644, 0o600, 0o664, 0o640]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no FIFO")
+def test_write_json_writes_to_what_is_no_regular_file(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    assert files.goes_out_at_once(fifo)
+    assert not files.goes_out_at_once(tmp_path / "none")
+    got = []
+    reader = threading.Thread(target=lambda: got.append(json.loads(fifo.read_text())))
+    reader.start()
+    write_json(fifo, {"n": 1})
+    reader.join(10)
+    assert got == [{"n": 1}]
+    assert fifo.is_fifo()
+
+
+def test_links_to_nowhere_are_no_place_to_write_to(tmp_path):
+    (tmp_path / "round").symlink_to("back")
+    (tmp_path / "back").symlink_to("round")
+    (tmp_path / "dangling").symlink_to("gone")
+    with pytest.raises(OSError, match="round: expected a file to write to, found symbolic links that go round"):
+        write_json(tmp_path / "round", {})
+    with pytest.raises(FileNotFoundError, match=r"dangling: expected .* a symbolic link to 'gone', which is not there"):
+        write_json(tmp_path / "dangling", {})
+
+
+def test_write_errors_name_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "draft")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_json(tmp_path / "run.json", {})
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "run.json"))
+    monkeypatch.setattr(files.os, "access", lambda path, how: False)
+    with pytest.raises(PermissionError, match=r"no permission to write to its folder: .*run\.json"):
+        write_json(tmp_path / "run.json", {})
+    assert list(tmp_path.iterdir()) == []
+    write_json_name = "x" * 250
+    monkeypatch.undo()
+    write_json(tmp_path / write_json_name, {})
+    assert [entry.name for entry in tmp_path.iterdir()] == [write_json_name]
