@@ -37,7 +37,7 @@ from cdr_kernel.files import (
 from cdr_kernel.index import FactFile
 from cdr_kernel.record import RunRecord, summary
 from cdr_kernel.terminal import Progress, cell, drop_output, new_table, prepare_streams, print_json, say, show, width
-from cdr_kernel.writer import CommandWriter, ExtractWriter, WriterError
+from cdr_kernel.writer import MAX_TIMEOUT, CommandWriter, ExtractWriter, WriterError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -396,7 +396,11 @@ def run(
     store: StoreArgument,
     task: Annotated[Path, typer.Argument(metavar="TASK.json", help="A task, or a file of tasks.")],
     writer: Annotated[
-        str, typer.Option(metavar='extract|"COMMAND"', help="Copy the facts, or run a command: JSON in, text out.")
+        str,
+        typer.Option(
+            metavar='extract|"COMMAND"',
+            help="Copy the facts, or run a command: JSON in, text out.",
+        ),
     ],
     task_id: Annotated[str | None, typer.Option(metavar="ID", help="Which task of the file (the first).")] = None,
     vectors: Annotated[
@@ -417,7 +421,7 @@ def run(
     no_guard: Annotated[bool, typer.Option("--no-guard", help="Without the n-gram guard (§5).")] = False,
     exclude_packed: Annotated[bool, typer.Option("--exclude-packed", help="Never pack a fact twice.")] = False,
     writer_timeout: Annotated[
-        float, typer.Option(min=0.001, callback=_no_nan, help="Seconds a command may take per window.")
+        float, typer.Option(min=0.001, max=MAX_TIMEOUT, callback=_no_nan, help="Seconds a command may take per window.")
     ] = 300.0,
     as_json: AsJson = False,
 ) -> None:

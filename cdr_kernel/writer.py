@@ -9,18 +9,30 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
+import time
+import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.pack import Envelope
-from cdr_kernel.session import Session, WindowReport
+from cdr_kernel.session import Session, WindowReport, check_number
 from cdr_kernel.store import FactStore
 from cdr_kernel.window import WindowPrompt
 
 Embed: TypeAlias = Callable[[list[str]], Any]
+
+MAX_OUTPUT_BYTES = 16 * 2**20
+"""What a command may print for one window; a book has one or two of them."""
+MAX_TIMEOUT = 604_800.0
+"""Seconds, a week."""
+GRACE_SECONDS = 1.0
+"""How long output is read after a command has ended, where something that it started holds the pipe open."""
+
+_POLL_SECONDS = 0.05
 
 
 class WriterError(RuntimeError):
@@ -68,12 +80,14 @@ class ExtractWriter:
 class CommandWriter:
     """Runs a command once a window: one JSON object on its standard input, the window's text on its output.
 
-    command: split as a shell would, but run without one. timeout: seconds per window, > 0. embed: sentences ->
-    vectors of the session's model; without it the output is assessed by shared words (`cdr_kernel.assess`).
+    command: split as a shell would, but run without one. timeout: seconds per window, at most `MAX_TIMEOUT`. embed: sentences -> vectors of the session's
+    model; without it the output is assessed by shared words (`cdr_kernel.assess`).
 
     The object has window (1-based), anchor, facts [{id, text, source, score}], backward_summary (string or null) and
-    remaining (labels). Raises ValueError for a command that cannot be split or is not found, `WriterError` where it
-    fails, takes too long, or prints nothing or no UTF-8.
+    remaining (labels). Raises ValueError for a command that cannot be split or is not found and for a bad timeout,
+    `WriterError` where it fails, takes too long, or prints nothing, no UTF-8 or more than `MAX_OUTPUT_BYTES`; it is
+    ended then, with whatever it started. Where it ended well and something it started goes on, that is let be: its
+    output counts for `GRACE_SECONDS` more, with a warning.
     """
 
     def __init__(
@@ -86,7 +100,7 @@ class CommandWriter:
         if not self._argv or shutil.which(self._argv[0]) is None:
             raise ValueError(f"expected a command that can be run, got {command!r}")
         self._session = session
-        self._timeout = timeout
+        self._timeout = check_number(timeout, "timeout", 0.0, MAX_TIMEOUT)
         self._embed = embed
         self._thresholds = None if embed is None else similarity_thresholds(store, session.sub_queries)
 
@@ -132,25 +146,84 @@ class CommandWriter:
 
     def _run(self, request: str, window: str) -> tuple[bytes, int]:
         try:
-            # A session of its own, so that what the command starts ends with it.
+            # A session of its own, so that what the command starts ends with it. Unbuffered, so that no lock is held
+            # over a pipe that a thread waits for.
             process = subprocess.Popen(
-                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=os.name != "nt"
+                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=os.name != "nt"
             )
         except OSError as error:
             raise WriterError(f"{window} could not be started ({error.strerror or error})") from None
-        with process:
-            try:
-                raw, _ = process.communicate(request.encode("ascii"), timeout=self._timeout)
-            except subprocess.TimeoutExpired:
-                _end(process)
-                raise WriterError(f"{window} took longer than {self._timeout:g} s") from None
-            except BaseException:
-                _end(process)
-                raise
-        return raw, process.returncode
+        pipes = _Pipes(process, request.encode("ascii"))
+        try:
+            self._wait(process, pipes, window)
+        except BaseException:
+            _end(process)
+            process.wait()
+            pipes.close()
+            raise
+        if process.returncode != 0:
+            _end(process)
+        if not pipes.close():
+            warnings.warn(
+                f"{window} ended, but something it started still holds its output: what it had printed is taken",
+                stacklevel=2,
+            )
+        return bytes(pipes.output), process.returncode
+
+    def _wait(self, process: subprocess.Popen[bytes], pipes: _Pipes, window: str) -> None:
+        """Until the process has ended; what it started may go on."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            # Whichever comes first, mostly at once after each other; a process that ends gives no event to wait for.
+            pipes.done.wait(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
+            if len(pipes.output) > MAX_OUTPUT_BYTES:
+                raise WriterError(f"{window} printed more than {MAX_OUTPUT_BYTES / 2**20:g} MiB")
+            if process.poll() is not None:
+                return
+            if time.monotonic() >= deadline:
+                raise WriterError(f"{window} took longer than {self._timeout:g} s")
+            if pipes.done.is_set():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+
+
+class _Pipes:
+    """Two threads at the pipes of a process: one gives it the request, one takes up to the limit of what it prints."""
+
+    def __init__(self, process: subprocess.Popen[bytes], request: bytes) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.output = bytearray()
+        self.done = threading.Event()
+        self._giver = threading.Thread(target=self._give, args=(process.stdin, request), daemon=True)
+        self._taker = threading.Thread(target=self._take, args=(process.stdout,), daemon=True)
+        self._giver.start()
+        self._taker.start()
+
+    def _give(self, pipe: IO[bytes], request: bytes) -> None:
+        rest = memoryview(request)
+        with contextlib.suppress(OSError), pipe:  # a command may end, or close its input, without having read it
+            while rest:
+                rest = rest[pipe.write(rest) :]
+
+    def _take(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while len(self.output) <= MAX_OUTPUT_BYTES and (part := pipe.read(65536)):
+                self.output += part
+        self.done.set()
+
+    def close(self) -> bool:
+        """Read what is still under way, for a short time; whether that was all. A thread that has to wait for
+        something the process started is left to itself, with its pipe."""
+        self._taker.join(GRACE_SECONDS)
+        complete = not self._taker.is_alive()
+        if complete:
+            self._giver.join(GRACE_SECONDS)
+        return complete
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and what it started."""
     if os.name == "nt":
         process.kill()
         return

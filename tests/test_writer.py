@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowPrompt, cdr_rank, pack_facts
+from cdr_kernel import writer as writer_module
 from cdr_kernel.writer import CommandWriter, ExtractWriter, WriterError
 
 MODEL = "m"
@@ -116,3 +119,63 @@ def test_a_command_that_takes_too_long_ends_with_its_children(world, tmp_path):
 def test_what_is_no_command(world, command):
     with pytest.raises(ValueError, match="expected a command"):
         CommandWriter(command, *world)
+
+
+@pytest.mark.parametrize("timeout", [0.0 - 1.0, math.inf, math.nan, 1e300])
+def test_a_timeout_has_an_end(world, timeout):
+    with pytest.raises(ValueError, match="timeout must be"):
+        CommandWriter("true", *world, timeout=timeout)
+
+
+def test_output_has_a_limit(world, tmp_path, monkeypatch):
+    store, session = world
+    prompt = prompt_of(store, session, [1.0, 0.0, 0.0, 0.0])
+    monkeypatch.setattr(writer_module, "MAX_OUTPUT_BYTES", 2**20)
+    exact = CommandWriter(program(tmp_path, "print('x' * (2**20 - 1))"), store, session)
+    assert len(exact(prompt)) == 2**20
+    endless = CommandWriter(program(tmp_path, "while True: print('x' * 65535)"), store, session, timeout=60)
+    before = threading.active_count()
+    with pytest.raises(WriterError, match=r"window 1: the writer .* printed more than 1 MiB"):
+        endless(prompt)
+    assert threading.active_count() == before
+
+
+def test_a_command_need_not_read(world):
+    store, session = world
+    prompt = prompt_of(store, session, [1.0, 0.0, 0.0, 0.0], summary="x" * 2**20)
+    assert CommandWriter("echo text", store, session)(prompt) == "text\n"
+
+
+def test_what_a_command_leaves_behind_keeps_nobody_waiting(world, tmp_path):
+    store, session = world
+    late = tmp_path / "late"
+    child = f"import time; time.sleep(2.5); open({str(late)!r}, 'w')"
+    source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); print('the text')"
+    writer = CommandWriter(program(tmp_path, source), store, session, timeout=60)
+    started = time.monotonic()
+    with pytest.warns(UserWarning, match="window 1: .* something it started still holds its output"):
+        assert writer(prompt_of(store, session, [1.0, 0.0, 0.0, 0.0])) == "the text\n"
+    assert time.monotonic() - started < 2.4
+    deadline = time.monotonic() + 10
+    while not late.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert late.exists(), "what it started is let be"
+
+
+def test_text_that_comes_just_after_the_end_counts(world, tmp_path):
+    store, session = world
+    child = "import time; time.sleep(0.2); print('late text')"
+    source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    writer = CommandWriter(program(tmp_path, source), store, session, timeout=60)
+    assert writer(prompt_of(store, session, [1.0, 0.0, 0.0, 0.0])) == "late text\n"
+
+
+def test_a_command_that_fails_takes_along_what_it_started(world, tmp_path):
+    store, session = world
+    late = tmp_path / "late"
+    child = f"import time; time.sleep(1); open({str(late)!r}, 'w')"
+    source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); sys.exit(3)"
+    with pytest.raises(WriterError, match="exit status 3"):
+        CommandWriter(program(tmp_path, source), store, session)(prompt_of(store, session, [1.0, 0.0, 0.0, 0.0]))
+    time.sleep(1.2)
+    assert not late.exists()
