@@ -399,7 +399,7 @@ def run(
         str,
         typer.Option(
             metavar='extract|"COMMAND"',
-            help="Copy the facts, or run a command: JSON in, text out.",
+            help="Copy the facts, or run a command: JSON in, text out. No shell: sh -c '...' for pipes.",
         ),
     ],
     task_id: Annotated[str | None, typer.Option(metavar="ID", help="Which task of the file (the first).")] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,6 +34,8 @@ GRACE_SECONDS = 1.0
 """How long output is read after a command has ended, where something that it started holds the pipe open."""
 
 _POLL_SECONDS = 0.05
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+_SHELL = re.compile(r"[|&;<>]+|`|\$[A-Za-z_{(]")
 
 
 class WriterError(RuntimeError):
@@ -80,7 +83,8 @@ class ExtractWriter:
 class CommandWriter:
     """Runs a command once a window: one JSON object on its standard input, the window's text on its output.
 
-    command: split as a shell would, but run without one. timeout: seconds per window, at most `MAX_TIMEOUT`. embed: sentences -> vectors of the session's
+    command: split as a shell would, but run without one: what only a shell understands is refused unless it is
+    quoted. timeout: seconds per window, at most `MAX_TIMEOUT`. embed: sentences -> vectors of the session's
     model; without it the output is assessed by shared words (`cdr_kernel.assess`).
 
     The object has window (1-based), anchor, facts [{id, text, source, score}], backward_summary (string or null) and
@@ -97,6 +101,11 @@ class CommandWriter:
             self._argv = shlex.split(command)
         except ValueError as error:
             raise ValueError(f"expected a command, got {command!r} ({error})") from None
+        operator = _SHELL.search(_QUOTED.sub(" ", command))
+        if operator is not None:
+            raise ValueError(
+                f"expected a command that needs no shell, got {operator[0]!r} in it: use sh -c '...' (or quote it)"
+            )
         if not self._argv or shutil.which(self._argv[0]) is None:
             raise ValueError(f"expected a command that can be run, got {command!r}")
         self._session = session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -119,6 +120,36 @@ def test_a_command_that_takes_too_long_ends_with_its_children(world, tmp_path):
 def test_what_is_no_command(world, command):
     with pytest.raises(ValueError, match="expected a command"):
         CommandWriter(command, *world)
+
+
+@pytest.mark.parametrize(
+    ("command", "operator"),
+    [
+        ("python w.py | cat", "|"),
+        ("python w.py|cat", "|"),
+        ("python w.py > out", ">"),
+        ("python w.py 2>&1", ">&"),
+        ("python w.py < in", "<"),
+        ("true && true", "&&"),
+        ("true || true", "||"),
+        ("true; true", ";"),
+        ("true &", "&"),
+        ("echo $HOME", "$H"),
+        ("echo `pwd`", "`"),
+        ("echo 'a' $(pwd)", "$("),
+    ],
+)
+def test_shell_syntax_is_refused(world, command, operator):
+    with pytest.raises(ValueError, match=re.escape(f"got {operator!r} in it: use sh -c '...'")):
+        CommandWriter(command, *world)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sh -c 'true | true > $HOME; `true`'", 'sh -c "true && $X"', "echo a\\|b costs 5$", """true "it's" ';'"""],
+)
+def test_quoted_syntax_is_no_syntax(world, command):
+    CommandWriter(command, *world)
 
 
 @pytest.mark.parametrize("timeout", [0.0 - 1.0, math.inf, math.nan, 1e300])
