@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -479,6 +480,36 @@ def test_ctrl_c_keeps_the_finished_windows(store, tmp_path):
     assert err.decode().splitlines()[-1] == "interrupted"
     run = json.loads(path.read_text())
     assert (run["complete"], run["error"], len(run["windows"])) == (False, "interrupted", 1)
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such signals for another process")
+def test_ctrl_c_while_importing_shows_no_traceback(tmp_path):
+    slow, started = tmp_path / "cdr_kernel", tmp_path / "started"
+    slow.mkdir()
+    (slow / "__init__.py").write_text(f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)")
+    script = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(PACKAGE.parent)!r}]; import _cdr_main; _cdr_main.main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
+    wait_for(started)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"interrupted\n")
+
+
+@pytest.mark.parametrize("entry", [["-m", "cdr_kernel"], ["-c", "import _cdr_main; _cdr_main.main()"]])
+def test_the_ways_in(entry):
+    command = [sys.executable, *entry, "--version"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == f"cdr-kernel {cdr_kernel.__version__}\n"
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"cdr": "_cdr_main:main"}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes of another kind")
