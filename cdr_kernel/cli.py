@@ -1,6 +1,7 @@
 """The command `cdr`: demo, index, rank, run, doctor.
 
-Exit status: 0 fine, 1 an error in the data, 2 wrong usage, 130 interrupted. With --json standard output gets one line.
+Exit status: 0 fine, 1 an error, 2 wrong usage, 130 interrupted, 143 terminated. With --json standard output gets one
+line, last. CDR_KERNEL_DEBUG=1 shows where an error comes from.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
+import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -22,6 +26,7 @@ import cdr_kernel.retrieve
 import cdr_kernel.store
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS_LIMIT
 from cdr_kernel.files import (
+    FileError,
     Task,
     check_output,
     goes_out_at_once,
@@ -36,7 +41,18 @@ from cdr_kernel.files import (
 )
 from cdr_kernel.index import FactFile
 from cdr_kernel.record import RunRecord, summary
-from cdr_kernel.terminal import Progress, cell, drop_output, new_table, prepare_streams, print_json, say, show, width
+from cdr_kernel.terminal import (
+    Progress,
+    cell,
+    drop_output,
+    flush,
+    new_table,
+    prepare_streams,
+    print_json,
+    say,
+    show,
+    width,
+)
 from cdr_kernel.writer import MAX_TIMEOUT, CommandWriter, ExtractWriter, WriterError
 
 if TYPE_CHECKING:
@@ -106,12 +122,24 @@ Windows = Annotated[int | None, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help=
 PerEnvelope = Annotated[int | None, typer.Option("--k", min=1, help="Facts per envelope (the task's).")]
 
 
+class Terminated(KeyboardInterrupt):
+    """Told to end by a signal other than Ctrl-C's, and just as orderly."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 def main() -> None:
     """Entry point of the command `cdr`."""
     prepare_streams()
+    _end_in_order()
     try:
         try:
             app(prog_name="cdr")
+        except SystemExit as ended:
+            _tell_usage(ended)
+            raise
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -122,11 +150,37 @@ def main() -> None:
         if not getattr(error.__context__, "code", 0):  # else it was said before
             say(f"error: standard output: {error.strerror}")
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        sys.exit(_interrupted(error))
+
+
+def _end_in_order() -> None:
+    """Have the signals that end a process raise `Terminated`, so that writers end and a RUN.json is written."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once is enough
+        raise Terminated(number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, end)
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    return 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)
+
+
+def _tell_usage(ended: SystemExit) -> None:
+    """With --json, say in JSON too what is wrong with the command line; typer has said it in words."""
+    message = getattr(ended.__context__, "format_message", None)
+    if message is not None and "--json" in sys.argv:
+        print_json({"error": " ".join(message().split())})
 
 
 def _fail(message: str, as_json: bool) -> NoReturn:
+    if os.environ.get("CDR_KERNEL_DEBUG") == "1":
+        traceback.print_exc()
     line = " ".join(message.split())
     say(f"error: {line}")
     if as_json:
@@ -136,7 +190,7 @@ def _fail(message: str, as_json: bool) -> NoReturn:
 
 
 def _command(body: Body) -> Body:
-    """Register a command whose expected errors end in one line and an exit status."""
+    """Register a command whose errors end in one line and an exit status."""
 
     @functools.wraps(body)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -147,10 +201,12 @@ def _command(body: Body) -> Body:
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
             try:
                 body(*args, **kwargs)
-                sys.stdout.flush()
-            except KeyboardInterrupt:
+                flush()
+            except (typer.Exit, typer.Abort, typer.BadParameter):
+                raise
+            except KeyboardInterrupt as error:
                 say("interrupted")
-                raise typer.Exit(130) from None
+                raise typer.Exit(_interrupted(error)) from None
             except BrokenPipeError:
                 drop_output()
                 raise typer.Exit(0) from None
@@ -163,6 +219,8 @@ def _command(body: Body) -> Body:
                 _fail(f"not enough memory ({error})", as_json)
             except (ValueError, ImportError, WriterError) as error:
                 _fail(str(error), as_json)
+            except Exception as error:  # a fault of this program, or a library's over a file that nobody foresaw
+                _fail(f"{type(error).__name__}: {error} (CDR_KERNEL_DEBUG=1 shows where)", as_json)
 
     app.command()(guarded)
     return body
@@ -327,7 +385,7 @@ def rank(
     """Rank a store's facts for one query, with the numbers behind every score."""
     if depths is not None and coverage is None:
         raise typer.BadParameter("--depths goes with --coverage")
-    opened = cdr_kernel.FactStore.load(store)
+    opened = _opened(store)
     if model not in (None, opened.embedding_model):
         raise cdr_kernel.EmbeddingModelMismatch("--model", opened.embedding_model, model)
     vector = _query_vector(query, opened, embed)
@@ -428,7 +486,7 @@ def run(
     """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
     if output is not None:
         check_output(output, task, store, *([] if vectors is None else [vectors]))
-    opened = cdr_kernel.FactStore.load(store)
+    opened = _opened(store)
     chosen = pick_task(read_tasks(task), task_id, task)
     if embed not in (None, opened.embedding_model):
         raise cdr_kernel.EmbeddingModelMismatch("--embed", opened.embedding_model, embed)
@@ -548,6 +606,16 @@ def doctor(as_json: AsJson = False) -> None:
     show(table)
     for problem in found["problems"]:
         say(f"warning: {problem}")
+
+
+def _opened(path: Path) -> cdr_kernel.FactStore:
+    try:
+        return cdr_kernel.FactStore.load(path)
+    except (OSError, ValueError, MemoryError):
+        raise
+    except Exception as error:  # a damaged store: the parsers of JSON and of NumPy's headers raise many more kinds
+        what = f"{type(error).__name__}: {error}"
+        raise FileError(f"{path}: expected a store, found one that cannot be read ({what})") from error
 
 
 def _row_range(rows: str | None) -> tuple[int, int | None]:

@@ -14,7 +14,7 @@ from cdr_kernel import _C
 from cdr_kernel.score import available_impls, choose_impl, no_triton
 
 PREFIX = "CDR_KERNEL_"
-VARIABLES = ("CDR_DATA_DIR", "CDR_KERNEL_IMPL", "CDR_KERNEL_SIMD", "CDR_KERNEL_THREADS")
+VARIABLES = ("CDR_DATA_DIR", "CDR_KERNEL_DEBUG", "CDR_KERNEL_IMPL", "CDR_KERNEL_SIMD", "CDR_KERNEL_THREADS")
 
 
 def diagnose() -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,7 +39,24 @@ def say(message: str) -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One line of JSON on standard output."""
-    print(json.dumps(value, allow_nan=False), flush=True)
+    with _standard_output():
+        print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def flush() -> None:
+    """Let standard output have what is buffered. An OSError names it."""
+    with _standard_output():
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def show(what: RenderableType, indent: int = 0) -> None:
@@ -46,9 +64,10 @@ def show(what: RenderableType, indent: int = 0) -> None:
     from rich.padding import Padding
 
     console = _console(sys.stdout)
-    with console.capture() as captured:
-        console.print(Padding(what, (0, 0, 0, indent)) if indent else what)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    with _standard_output():
+        with console.capture() as captured:
+            console.print(Padding(what, (0, 0, 0, indent)) if indent else what)
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def width() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -372,7 +373,10 @@ def test_run_refuses(store, tmp_path):
     assert "--writer" in fails("run", store, TASK, "--vectors", QUERIES, code=2)
     assert "--writer: expected a command" in fails(*arguments, "no-such-command", code=2)
     assert "got 'x'" in fails(*arguments, "extract", "--embed", "x")
-    for wrong in (["--windows", "21"], ["--k", "0"], ["--token-budget", "0"], ["--writer-timeout", "0"]):
+    for wrong in (["--windows", "21"], ["--k", "0"], ["--token-budget", "0"]):
+        fails(*arguments, "extract", *wrong, code=2)
+    for seconds in ("0", "inf", "1e300", "nan"):
+        assert "--writer-timeout" in fails(*arguments, "true", "--writer-timeout", seconds, code=2)
         fails(*arguments, "extract", *wrong, code=2)
     assert "expected a file to write to" in fails(*arguments, "extract", "-o", tmp_path)
     assert "expected its folder" in fails(*arguments, "extract", "-o", tmp_path / "no" / "run.json")
@@ -466,20 +470,22 @@ def test_warnings_go_to_standard_error(tmp_path):
     assert result.stderr.startswith("warning: the facts of window 1 have a mean importance of 0.1")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no SIGINT for another process")
-def test_ctrl_c_keeps_the_finished_windows(store, tmp_path):
-    path, started = tmp_path / "run.json", tmp_path / "started"
-    command = writer(tmp_path, window=2, action=f"open({str(started)!r}, 'w').close(); time.sleep(60)")
+@pytest.mark.skipif(os.name == "nt", reason="no such signals for another process")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_keeps_the_finished_windows_and_ends_the_writer(store, tmp_path, number):
+    path, started, late = tmp_path / "run.json", tmp_path / "started", tmp_path / "late"
+    action = f"open({str(started)!r}, 'w').close(); time.sleep(2); open({str(late)!r}, 'w').close()"
+    command = writer(tmp_path, window=2, action=action)
     process = start("run", store, TASK, "--vectors", QUERIES, "--writer", command, "-o", path, "--json", *GATE)
-    deadline = time.monotonic() + 30
-    while not started.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    wait_for(started)
+    process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, b"")
+    assert (process.returncode, out) == (128 + number, b"")
     assert err.decode().splitlines()[-1] == "interrupted"
     run = json.loads(path.read_text())
     assert (run["complete"], run["error"], len(run["windows"])) == (False, "interrupted", 1)
+    time.sleep(2.2)
+    assert not late.exists()
 
 
 def wait_for(path):
@@ -510,6 +516,48 @@ def test_the_ways_in(entry):
     assert done.stdout == f"cdr-kernel {cdr_kernel.__version__}\n"
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"cdr": "_cdr_main:main"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd\nthing"), RecursionError("deep"), TypeError("x"), IndexError("y")])
+def test_any_error_is_one_line(store, monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("cdr_kernel.cli.cdr_kernel.cdr_score", fail)
+    arguments = ("rank", store, "--query", f"{QUERIES}:0:query", "--json")
+    result = invoke(*arguments, code=1)
+    line = f"{type(error).__name__}: {' '.join(str(error).split())} (CDR_KERNEL_DEBUG=1 shows where)"
+    assert (result.stderr, json_of(result)) == (f"error: {line}\n", {"error": line})
+    debugged = invoke(*arguments, code=1, env={"CDR_KERNEL_DEBUG": "1"}).stderr
+    assert debugged.startswith("Traceback")
+    assert debugged.endswith(f"error: {line}\n")
+
+
+def test_a_store_of_any_damage_is_one_line(store, tmp_path):
+    bad = tmp_path / "bad"
+    shutil.copytree(store, bad)
+    manifest = bad / "manifest.json"
+    good = manifest.read_bytes()
+    manifest.write_text("[" * 100_000)
+    assert str(bad) in fails("rank", bad, "--query", f"{QUERIES}:0:query")
+    manifest.write_bytes(good)
+    array = next(bad.glob("data-*/importance.npy"))
+    content = array.read_bytes()
+    for old, new in ((b"'descr'", b"'descr\n"), (b"(478,)", b"([[[[["), (b"'<f8'", b"{1:2}"), (b"'<f8'", b"'(,)'")):
+        assert old in content
+        array.write_bytes(content.replace(old, new))
+        assert str(bad) in fails("rank", bad, "--query", f"{QUERIES}:0:query")
+
+
+@pytest.mark.parametrize("arguments", [["rank"], ["rank", "x", "--nope"], ["nope"], ["demo", "--k", "0"]])
+def test_wrong_usage_is_one_line_of_json_too(arguments):
+    process = start(*arguments, "--json")
+    out, err = process.communicate(timeout=60)
+    (line,) = out.decode().splitlines()
+    assert process.returncode == 2
+    assert json.loads(line)["error"] in " ".join(err.decode().split())
+    process = start(*arguments)
+    assert process.communicate(timeout=60) == (b"", err)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes of another kind")
@@ -548,8 +596,7 @@ def test_a_full_disk_is_one_line(arguments):
         )
     (line,) = process.stderr.decode().splitlines()
     assert process.returncode == 1
-    assert line.startswith("error: ")
-    assert line.endswith("No space left on device")
+    assert line == "error: standard output: No space left on device"
 
 
 def test_doctor_knows_the_machine():
