@@ -29,6 +29,7 @@ from cdr_kernel.files import (
     FileError,
     Task,
     check_output,
+    facts_on_disk,
     goes_out_at_once,
     is_stdout,
     names_array,
@@ -301,7 +302,8 @@ def index(
     facts: Annotated[
         Path,
         typer.Argument(
-            metavar="FACTS", help="JSONL or Parquet with text, and optionally id, source, importance, position."
+            metavar="FACTS",
+            help="JSONL or Parquet with text, and optionally id, source, importance, position; - is standard input.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="Folder of the store to write.")],
@@ -331,11 +333,12 @@ def index(
     cdr_kernel.store.check_store_folder(output)
     source = embeddings if embed is None else _embedder(embed)
     assert source is not None
-    file = FactFile(facts, source, start=start, stop=stop, name=embed or "")
-    with Progress("facts", len(file)) as advance:
-        store, skipped = file.build(
-            embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
-        )
+    with facts_on_disk(facts) as (path, called):
+        file = FactFile(path, source, start=start, stop=stop, name=embed or "", called=called)
+        with Progress("facts", len(file)) as advance:
+            store, skipped = file.build(
+                embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
+            )
     store.save(output)
     codes = not no_codes and len(store) >= cdr_kernel.retrieve.WORTH_CODES
     if codes:

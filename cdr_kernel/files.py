@@ -5,16 +5,17 @@ Whatever is wrong in a file is a `FileError` that says which file, where in it, 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
-import zipfile
-import zlib
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,8 +35,8 @@ TASK_SCHEMA = 1
 
 _FACT_FIELDS = ("id", "text", "source", "path", "importance", "position", "pos")
 _IN_NPZ = re.compile(r"(.+?\.npz):(.+)", re.DOTALL)
-_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 _SHOWN = 60
+_JSONL = "; JSONL is one object a line"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -86,17 +87,58 @@ class FactBatch:
         self.places.append(place)
 
 
-def read_facts(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[FactBatch]:
+def check_regular(path: Path, what: str, name: str = "") -> None:
+    """Raises FileError unless a path is a regular file, which can be read more than once and ends.
+
+    what: which kind of file it should be. name: what messages call it, else path. OSError where nothing is there.
+    """
+    if str(path) == "-" and not path.exists():
+        raise FileError(f"-: expected a regular file of {what}; only facts can come from standard input")
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        found = kinds.get(stat.S_IFMT(mode), "a device")
+        raise FileError(f"{name or path}: expected a regular file of {what}, found {found}")
+
+
+@contextlib.contextmanager
+def facts_on_disk(path: Path) -> Iterator[tuple[Path, str]]:
+    """A file that can be read more than once, and what messages call it.
+
+    What "-" (standard input) or a pipe gives is copied to a temporary file, which goes when the block ends; any other
+    path is left as it is.
+    """
+    standard = str(path) == "-"
+    if not standard and not path.is_fifo():
+        yield path, str(path)
+        return
+    name = "standard input" if standard else str(path)
+    if standard and sys.stdin is None:
+        raise FileError(f"{name}: expected facts, found it closed")
+    with tempfile.NamedTemporaryFile(prefix="cdr-facts-") as copy:
+        try:
+            with contextlib.nullcontext(sys.stdin.buffer) if standard else open(path, "rb") as source:
+                shutil.copyfileobj(source, copy)
+            copy.flush()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"{reason} (on the way to a file in {tempfile.gettempdir()})", name) from None
+        yield Path(copy.name), name
+
+
+def read_facts(path: Path, *, start: int = 0, stop: int | None = None, name: str = "") -> Iterator[FactBatch]:
     """The facts of a JSONL or Parquet file from row `start` up to `stop`, checked, in batches of up to 4,096.
 
     Each has `text` (a string that is not blank), and optionally `id` (string or integer, else the row number),
     `source` (else `path`), `importance` (finite, >= 0, else 1), `position` (else `pos`; integer >= 0). Other fields
-    are ignored. Raises FileError naming line (or row) and field; OSError where the file cannot be opened.
+    are ignored. name: what messages call the file, else path. Raises FileError naming line (or row) and field; OSError
+    where the file cannot be opened.
     """
-    records = _parquet_records(path, start) if _is_parquet(path) else _jsonl_records(path, start)
+    name = name or str(path)
+    records = _parquet_records(path, start, name) if _is_parquet(path, name) else _jsonl_records(path, start, name)
     batch = FactBatch(start)
     for place, record in islice(records, None if stop is None else max(stop - start, 0)):
-        batch.append(record, f"{path}, {place}", place)
+        batch.append(record, f"{name}, {place}", place)
         if len(batch) == BATCH_ROWS:
             yield batch
             batch = FactBatch(batch.first + BATCH_ROWS)
@@ -106,20 +148,19 @@ def read_facts(path: Path, *, start: int = 0, stop: int | None = None) -> Iterat
 
 def count_facts(path: Path) -> int:
     """How many facts a file has; lines are counted, not parsed."""
-    if _is_parquet(path):
-        return int(_parquet(path).metadata.num_rows)
+    if _is_parquet(path, str(path)):
+        return int(_parquet(path, str(path)).metadata.num_rows)
     with open(path, "rb") as file:
         return sum(1 for number, line in enumerate(file) if (line if number else line.removeprefix(_BOM)).strip())
 
 
-def _is_parquet(path: Path) -> bool:
-    if path.exists() and not path.is_file():
-        raise FileError(f"{path}: expected a file of facts, found something else")
+def _is_parquet(path: Path, name: str) -> bool:
+    check_regular(path, "facts", name)
     with open(path, "rb") as file:
         return file.read(4) == b"PAR1"
 
 
-def _jsonl_records(path: Path, start: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _jsonl_records(path: Path, start: int, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     row = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -127,7 +168,7 @@ def _jsonl_records(path: Path, start: int) -> Iterator[tuple[str, Mapping[str, A
             if not content.strip():
                 continue
             if row >= start:
-                yield f"line {number}", _json_object(content, f"{path}, line {number}")
+                yield f"line {number}", _json_object(content, f"{name}, line {number}")
             row += 1
 
 
@@ -138,43 +179,46 @@ def _json_object(raw: bytes, where: str) -> Mapping[str, Any]:
         raise FileError(f"{where}: expected UTF-8, got byte 0x{raw[error.start]:02x} at {error.start}") from None
     except json.JSONDecodeError as error:
         what = f"{error.msg} at column {error.colno}"
-        raise FileError(f"{where}: expected one JSON object, got {shown(raw.decode().strip())} ({what})") from None
+        raise FileError(
+            f"{where}: expected one JSON object, got {shown(raw.decode().strip())} ({what}){_JSONL}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{where}: expected one JSON object ({error})") from None
     if not isinstance(record, dict):
-        raise FileError(f"{where}: expected one JSON object, got {shown(record)}")
+        raise FileError(f"{where}: expected one JSON object, got {shown(record)}{_JSONL}")
     return record
 
 
-def _parquet(path: Path) -> Any:
+def _parquet(path: Path, name: str) -> Any:
     try:
-        import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise ImportError("reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
         return pq.ParquetFile(path)
-    except pa.ArrowException as error:
-        raise FileError(f"{path}: not a readable Parquet file ({error})") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # Arrow's own, OSError and whatever else a damaged file brings about
+        raise FileError(f"{name}: not a readable Parquet file ({error})") from None
 
 
-def _parquet_records(path: Path, start: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    file = _parquet(path)
-    import pyarrow as pa
-
+def _parquet_records(path: Path, start: int, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    file = _parquet(path, name)
     names = file.schema_arrow.names
     if "text" not in names:
-        raise FileError(f'{path}: expected a column "text", found {", ".join(map(repr, names)) or "no columns"}')
+        raise FileError(f'{name}: expected a column "text", found {", ".join(map(repr, names)) or "no columns"}')
     row = 0
     try:
-        for part in file.iter_batches(BATCH_ROWS, columns=[name for name in _FACT_FIELDS if name in names]):
+        for part in file.iter_batches(BATCH_ROWS, columns=[column for column in _FACT_FIELDS if column in names]):
             skip = min(max(start - row, 0), part.num_rows)
             row += skip
             for record in part.slice(skip).to_pylist():
                 yield f"row {row}", record
                 row += 1
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise FileError(f"{path}, row {row} or after: not readable ({error})") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # as above; what a caller does with a record is not done in here
+        raise FileError(f"{name}, row {row} or after: not readable ({error})") from None
 
 
 def _first_given(record: Mapping[str, Any], *names: str) -> Any:
@@ -224,6 +268,7 @@ def read_array(spec: str, ndim: int) -> npt.NDArray[Any]:
     path = inside[1] if inside else spec
     array: npt.NDArray[Any]
     try:
+        check_regular(Path(path), "vectors")
         with open(path, "rb") as file:
             if file.read(2) == b"PK":
                 file.seek(0)
@@ -237,10 +282,17 @@ def read_array(spec: str, ndim: int) -> npt.NDArray[Any]:
         raise
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from None
-    except _UNREADABLE as error:
+    except MemoryError as error:
+        raise MemoryError(f"{path}: {error}") from None
+    except Exception as error:  # NumPy and zipfile raise a dozen kinds over damaged headers and locked or odd members
         # NumPy would advise to unpickle it.
-        what = "something else or Python objects" if "pickle" in str(error) else f"one that cannot be read ({error})"
+        odd = "pickle" in str(error)
+        what = (
+            "something else or Python objects" if odd else f"one that cannot be read ({error or type(error).__name__})"
+        )
         raise FileError(f"{path}: expected a NumPy array, got {what}") from None
+    if not isinstance(array, np.ndarray):
+        raise FileError(f"{spec}: expected a NumPy array, got a file of another kind")
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise FileError(f"{spec}: expected float16, float32 or float64, got {array.dtype}")
     if ndim == 1 and array.ndim == 2 and len(array) == 1:
@@ -316,6 +368,7 @@ def read_tasks(path: Path) -> list[Task]:
     has `id` (string or integer), `label` and `text`, optionally `expected_words`, `marginal` and `fact_ids`.
     Raises FileError naming what is wrong where; OSError where the file cannot be opened.
     """
+    check_regular(path, "tasks")
     raw = path.read_bytes()
     try:
         document = json.loads(raw.decode("utf-8-sig"))
@@ -407,6 +460,7 @@ def _text(record: Mapping[str, Any], name: str, where: str) -> str:
 
 def read_task_vectors(path: Path, task: Task, dim: int) -> tuple[Float64, Float64]:
     """The vectors of a task: arrays "INDEX:query" [dim] and "INDEX:subs" [S, dim] of an .npz file, as float64."""
+    check_regular(path, "vectors")
     if path.suffix != ".npz":
         raise FileError(f'{path}: expected an .npz file with "{task.index}:query" and "{task.index}:subs"')
     query = read_vector(f"{path}:{task.index}:query", dim)

@@ -20,19 +20,30 @@ class FactFile:
     """A file of facts with their vectors: read, checked, and put into a store.
 
     embeddings: FILE.npy or FILE.npz:KEY, [N, D], row i for fact i; or a function from n texts to vectors [n, D].
-    start, stop: only these rows (0-based). Raises FileError where facts and vectors do not fit together.
+    start, stop: only these rows (0-based). name: of the function. called: what messages call the file. Raises
+    FileError where facts and vectors do not fit together.
     """
 
     def __init__(
-        self, path: Path, embeddings: str | Embed, *, start: int = 0, stop: int | None = None, name: str = ""
+        self,
+        path: Path,
+        embeddings: str | Embed,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        name: str = "",
+        called: str = "",
     ) -> None:
-        next(read_facts(path, stop=1), None)  # whether this is a file of facts at all comes before their number
+        called = called or str(path)
+        next(
+            read_facts(path, stop=1, name=called), None
+        )  # whether this is a file of facts at all comes before their number
         count = count_facts(path)
         if count == 0:
-            raise FileError(f"{path}: expected at least one fact, found none")
+            raise FileError(f"{called}: expected at least one fact, found none")
         if not start < (count if stop is None else stop) <= count:
-            raise FileError(f"{path}: expected the rows {start}:{'' if stop is None else stop}, found {count} facts")
-        self.path = path
+            raise FileError(f"{called}: expected the rows {start}:{'' if stop is None else stop}, found {count} facts")
+        self.path, self._called = path, called
         self.start, self.stop = start, count if stop is None else stop
         self._source = embeddings if isinstance(embeddings, str) else name
         self._embed = None if isinstance(embeddings, str) else embeddings
@@ -41,7 +52,7 @@ class FactFile:
             self._vectors = read_array(embeddings, 2)
             if len(self._vectors) != count:
                 raise FileError(
-                    f"{embeddings}: expected {count} rows (one per fact of {path}), got {len(self._vectors)}"
+                    f"{embeddings}: expected {count} rows (one per fact of {called}), got {len(self._vectors)}"
                 )
             if self._vectors.shape[1] == 0:
                 raise FileError(f"{embeddings}: expected a dimension of at least 1, got 0")
@@ -63,7 +74,7 @@ class FactFile:
         """
         store: FactStore | None = None
         skipped: list[str] = []
-        for batch in read_facts(self.path, start=self.start, stop=self.stop):
+        for batch in read_facts(self.path, start=self.start, stop=self.stop, name=self._called):
             rows = self._rows(batch, advance)
             if store is None:
                 store = FactStore(rows.shape[1], embedding_model=embedding_model, dtype=dtype)
@@ -89,7 +100,7 @@ class FactFile:
         for id, place in zip(batch.ids, batch.places, strict=True):
             if id in seen or id in store:
                 first = first_place(self.path, id)
-                raise FileError(f"{self.path}, {place}: id: expected one that is new, got {id!r} as in {first}")
+                raise FileError(f"{self._called}, {place}: id: expected one that is new, got {id!r} as in {first}")
             seen.add(id)
         try:
             return store.add(
@@ -110,7 +121,7 @@ class FactFile:
                 raise
             i = int(wrong[0])
             raise FileError(
-                f"{self._source}, row {batch.first + i} (fact {batch.ids[i]!r}, {batch.places[i]} of {self.path}): "
+                f"{self._source}, row {batch.first + i} (fact {batch.ids[i]!r}, {batch.places[i]} of {self._called}): "
                 f"expected a vector that is finite and not zero as {store.dtype.name}, got one that is "
-                f"{'all zeros' if finite[i] else 'not finite'}; on_invalid 'skip' leaves such facts out"
+                f"{'all zeros' if finite[i] else 'not finite'}; --on-invalid skip leaves such facts out"
             ) from None

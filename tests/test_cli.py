@@ -198,6 +198,42 @@ def test_index_skips_what_is_asked_to_be_skipped(tmp_path):
     assert json_of(result)["skipped"] == ["b"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no FIFO")
+@pytest.mark.parametrize("name", ["-", "/dev/stdin", "fifo"])
+def test_index_reads_facts_from_a_pipe(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    content = Path(FACTS).read_bytes()
+    path = tmp_path / "fifo" if name == "fifo" else name
+    if name == "fifo":
+        os.mkfifo(path)
+
+    def index(content):
+        process = start(
+            "index",
+            path,
+            "--embeddings",
+            VECTORS,
+            "--model",
+            "m",
+            "-o",
+            tmp_path / "s",
+            "--json",
+            stdin=subprocess.PIPE,
+        )
+        if name == "fifo":
+            path.write_bytes(content)
+        out, err = process.communicate(b"" if name == "fifo" else content, timeout=60)
+        return process.returncode, out, err.decode()
+
+    code, out, err = index(content)
+    assert (code, err, json.loads(out)["facts"]) == (0, "", 478)
+    code, _, err = index(b"\n[")
+    shown = "standard input" if name == "-" else path
+    assert code == 1
+    assert err.startswith(f"error: {shown}, line 2: expected one JSON object, got '['")
+    assert not list(tmp_path.glob("cdr-facts-*"))
+
+
 def test_index_refuses(tmp_path):
     out = ["-o", tmp_path / "s"]
     vectors = ["--embeddings", VECTORS, "--model", "m"]

@@ -7,6 +7,9 @@ import json
 import os
 import re
 import threading
+import warnings
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -97,7 +100,8 @@ def test_rows_keep_their_numbers(tmp_path, monkeypatch):
     ("line", "parts"),
     [
         (b'{"id": "x", text}', ["expected one JSON object", "column 13"]),
-        (b"[1, 2]", ["expected one JSON object, got [1, 2]"]),
+        (b"[1, 2]", ["expected one JSON object, got [1, 2]; JSONL is one object a line"]),
+        (b"[", ["expected one JSON object, got '['", "; JSONL is one object a line"]),
         (b"[" * 100_000, ["expected one JSON object"]),
         (b'{"text": "caf\xe9"}', ["expected UTF-8", "0xe9"]),
         (b'{"id": "x"}', ["text: expected", "got None"]),
@@ -141,7 +145,7 @@ def test_parquet_errors_name_column_and_row(tmp_path):
 
 
 def test_what_is_no_file(tmp_path):
-    wrong(lambda: facts_of(tmp_path), "expected a file of facts")
+    wrong(lambda: facts_of(tmp_path), "expected a regular file of facts, found a folder")
     with pytest.raises(FileNotFoundError):
         facts_of(tmp_path / "none")
     assert facts_of(lines(tmp_path / "empty")) == []
@@ -269,7 +273,10 @@ def test_vectors_of_a_task(tmp_path):
     wrong(lambda: read_task_vectors(npz, read_tasks(path)[0], 3), "expected an array '0:query'")
     np.savez(npz, **{"1:query": np.ones(3), "1:subs": np.eye(3)})
     wrong(lambda: read_task_vectors(npz, task, 3), "1:subs: expected 2 vectors (one per sub-query), got 3")
+    np.save(tmp_path / "v.npy", np.ones(3))
     wrong(lambda: read_task_vectors(tmp_path / "v.npy", task, 3), "expected an .npz file")
+    with pytest.raises(FileNotFoundError):
+        read_task_vectors(tmp_path / "w.npy", task, 3)
 
 
 def test_write_json_is_whole_or_not_at_all(tmp_path):
@@ -349,3 +356,82 @@ def test_write_errors_name_the_file_that_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.undo()
     write_json(tmp_path / write_json_name, {})
     assert [entry.name for entry in tmp_path.iterdir()] == [write_json_name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b"{'descr'", b"{'descr\n'"),
+        (b"'<f4'", b"([[["),
+        (b"'<f4'", b"{1:2}"),
+        (b"'<f4'", b"'(,)'"),
+        (b"(2, 3)", b"(2, 'a')"),
+        (b"(2, 3)", b"(-2, 3)"),
+        (b"(2, 3)", b"(1" + b"0" * 18 + b", 3)"),
+        (b"'shape'", b"'shap\xff'"),
+        (b"False", b"[" * 3000),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_array_of_any_damage_is_a_file_error(tmp_path, change, inside):
+    np.save(tmp_path / "good.npy", np.arange(6, dtype=np.float32).reshape(2, 3))
+    good = (tmp_path / "good.npy").read_bytes()
+    assert change[0] in good
+    # The header keeps its length where it can.
+    header, body = good[10 : 10 + good[8]].rstrip(), good[10 + good[8] :]
+    header = header.replace(*change).ljust(good[8] - 1) + b"\n"
+    bad = good[:8] + len(header).to_bytes(2, "little") + header + body
+    path = tmp_path / ("bad.npz" if inside else "bad.npy")
+    if inside:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("k.npy", bad)
+    else:
+        path.write_bytes(bad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((FileError, MemoryError), match=path.name):
+            read_array(f"{path}:k" if inside else str(path), 2)
+
+
+def test_odd_members_of_an_archive(tmp_path):
+    path = tmp_path / "odd.npz"
+    np.save(tmp_path / "a.npy", np.ones((2, 3)))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("text", "hello")
+        archive.writestr("k.npy", (tmp_path / "a.npy").read_bytes())
+    wrong(lambda: read_array(f"{path}:text", 2), "odd.npz:text: expected a NumPy array, got a file of another kind")
+    plain = path.read_bytes()
+    for at, value in ((6, 1), (8, 97)):  # of each member: a flag says it is encrypted, a number how it is compressed
+        content = bytearray(plain)
+        for signature, shift in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
+            start = content.find(signature)
+            while start >= 0:
+                content[start + at + shift] = value
+                start = content.find(signature, start + 1)
+        path.write_bytes(content)
+        wrong(lambda: read_array(f"{path}:k", 2), "odd.npz: expected a NumPy array, got one that cannot be read")
+
+
+def test_damaged_parquet_names_the_file(tmp_path):
+    path = tmp_path / "f.parquet"
+    pq.write_table(pa.table({"text": [f"text {i}" for i in range(1000)]}), path)
+    content = path.read_bytes()
+    for damaged in (b"PAR1" + content[-50:], content[:4] + bytes(len(content) - 208) + content[-204:], b"PAR1"):
+        path.write_bytes(damaged)
+        wrong(lambda: facts_of(path), str(path))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no FIFO")
+def test_pipes_are_refused_and_not_waited_for(tmp_path):
+    fifo = tmp_path / "fifo.npz"
+    os.mkfifo(fifo)
+    task = read_tasks(lines(tmp_path / "t.json", json.dumps(TASK).encode()))[0]
+    wrong(lambda: read_array(str(fifo), 2), "fifo.npz: expected a regular file of vectors, found a pipe")
+    wrong(lambda: read_tasks(fifo), "fifo.npz: expected a regular file of tasks, found a pipe")
+    wrong(lambda: read_task_vectors(fifo, task, 3), "found a pipe")
+    wrong(lambda: facts_of(fifo), "expected a regular file of facts, found a pipe")
+    wrong(lambda: read_tasks(tmp_path), "expected a regular file of tasks, found a folder")
+    wrong(lambda: read_array("/dev/null", 2), "found a device")
+    wrong(lambda: read_tasks(Path("-")), "only facts can come from standard input")
+    (tmp_path / "round").symlink_to("round")
+    wrong(lambda: read_array(str(tmp_path / "round"), 2), "round: Too many levels of symbolic links")

@@ -79,7 +79,10 @@ def test_a_bad_vector_is_named_or_skipped(six, value, what):
     vectors = vectors.astype(np.float64)
     vectors[3] = value
     np.save(path, vectors)
-    with pytest.raises(FileError, match=rf"e\.npy, row 3 \(fact 'f3', line 4 of .*as float32, got one that is {what}"):
+    with pytest.raises(
+        FileError,
+        match=rf"e\.npy, row 3 \(fact 'f3', line 4 of .*as float32, got one that is {what}; --on-invalid skip",
+    ):
         FactFile(facts, str(path)).build(embedding_model=MODEL)
     store, skipped = FactFile(facts, str(path)).build(embedding_model=MODEL, on_invalid="skip")
     assert (skipped, store.ids) == (["f3"], ["f0", "f1", "f2", "f4", "f5"])
