@@ -10,11 +10,12 @@ import contextlib
 import functools
 import math
 import os
+import re
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -46,6 +47,7 @@ from cdr_kernel.terminal import (
     Progress,
     cell,
     drop_output,
+    fits,
     flush,
     new_table,
     prepare_streams,
@@ -61,11 +63,14 @@ if TYPE_CHECKING:
 
 Body = TypeVar("Body", bound=Callable[..., None])
 
-FULL_WIDTH = 80  # characters that the tables need with all their columns
+FULL_WIDTH = 80  # characters that the table of `rank` needs with all its columns
+FIRST_TO_GO = ("least", "words", "new", "facts", "novelty", "topics", "seen", "done", "fresh")
+"""Columns of a run's table in the order in which a narrow terminal loses them; the number and the status stay."""
 LEGEND = (
     "Of each window: facts packed, how many are fresh and how many were seen before, their mean and least novelty, "
     "sub-topics reached so far, words, words of fresh facts, how much of the task is done."
 )
+_MISTYPED = re.compile(r"\S+\.np[a-z]?:?\S*")  # a --query that is meant to be a file
 NO_BUDGET = 2**31 - 1  # tokens; no number of facts comes near
 
 app = typer.Typer(
@@ -325,7 +330,9 @@ def index(
     """Make a store from a file of facts and their embeddings."""
     if (embeddings is None) == (embed is None):
         raise typer.BadParameter("expected either --embeddings E.npy with --model, or --embed MODEL")
-    if embeddings is not None and not model:
+    if model is not None and not model.strip():
+        raise typer.BadParameter("expected a name, got a blank one", param_hint="--model")
+    if embeddings is not None and model is None:
         raise typer.BadParameter("expected --model with --embeddings: the name of the model that made them")
     if embed is not None and model not in (None, embed):
         raise typer.BadParameter("--embed names the model: leave out --model")
@@ -339,13 +346,15 @@ def index(
             store, skipped = file.build(
                 embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
             )
-    store.save(output)
+    with _writing(output):
+        store.save(output)
     codes = not no_codes and len(store) >= cdr_kernel.retrieve.WORTH_CODES
     if codes:
         retriever = cdr_kernel.Retriever(cdr_kernel.FactStore.load(output))
         with Progress("codes", len(store)) as advance:
             retriever.prepare(advance)
-        retriever.save()
+        with _writing(output):
+            retriever.save()
     if skipped:
         say(f"warning: {len(skipped)} facts left out, their vectors are not finite or all zeros: {_few(skipped)}")
     if as_json:
@@ -621,6 +630,18 @@ def _opened(path: Path) -> cdr_kernel.FactStore:
         raise FileError(f"{path}: expected a store, found one that cannot be read ({what})") from error
 
 
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Errors of writing name the folder that the user gave, not the files in it."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, f"the store could not be written ({reason})", str(path)) from error
+
+
 def _row_range(rows: str | None) -> tuple[int, int | None]:
     """A:B as (A, B); either may be left out."""
     if rows is None:
@@ -652,15 +673,18 @@ def _own_embedder(store: cdr_kernel.FactStore, otherwise: str) -> Callable[[list
 
 
 def _query_vector(query: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
-    if names_array(query):
+    if names_array(query) or os.path.isfile(query):
         if embed is not None:
             raise typer.BadParameter(f"--embed is for a text, but --query {query!r} names an array")
         return read_vector(query, store.dim)
     if not query.strip():
         raise typer.BadParameter("expected Q.npy, FILE.npz:KEY or a text", param_hint="--query")
+    if _MISTYPED.fullmatch(query):
+        raise FileError(f"{query}: no such file, expected Q.npy, FILE.npz:KEY or a text")
     if embed is not None:
         return _embedder(embed, store)([query])[0]
-    return _own_embedder(store, f"--query {query!r} is a text: expected --embed MODEL, or a .npy file")([query])[0]
+    what = f"--query {query!r} is no file, so it is a text: expected --embed MODEL, Q.npy or FILE.npz:KEY"
+    return _own_embedder(store, what)([query])[0]
 
 
 def _task_vectors(
@@ -732,31 +756,38 @@ def _ending(windows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _window_table(windows: Iterable[Mapping[str, Any]]) -> Table:
-    names = ["#", "facts", "fresh", "seen", "novelty", "least", "topics", "words", "new", "done"]
-    if width() < FULL_WIDTH:
-        names = [name for name in names if name not in ("facts", "least", "words", "new")]
-    table = new_table([*((name, True) for name in names), ("status", False)])
+    """The windows, and as many of their numbers as there is room for beside the status."""
+    rows = [_window_row(window) for window in windows]
+    names = list(rows[0])
+    for unneeded in ("", *FIRST_TO_GO):
+        names = [name for name in names if name != unneeded]
+        table = new_table([(name, name != "status") for name in names])
+        for row in rows:
+            table.add_row(*(row[name] for name in names))
+        if fits(table):
+            break
+    return table
 
+
+def _window_row(window: Mapping[str, Any]) -> dict[str, str]:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    for window in windows:
-        report = window["report"]
-        cells = {
-            "#": str(window["number"]),
-            "facts": str(len(window["facts"])),
-            "fresh": str(window["fresh"]),
-            "seen": str(window["repeated"]),
-            "novelty": number(window["novelty_mean"]),
-            "least": number(window["novelty_min"]),
-            "topics": "-" if window["topics_reached"] is None else str(window["topics_reached"]),
-            "words": str(window["words"]),
-            "new": str(window["fresh_words"]),
-            "done": number(None if report is None else report["completeness_score"]),
-        }
-        status = window["headers"]["CRP-Context-Continuation-Status"] + ("" if window["written"] else ", not written")
-        table.add_row(*(cells[name] for name in names), status)
-    return table
+    report = window["report"]
+    status = window["headers"]["CRP-Context-Continuation-Status"]
+    return {
+        "#": str(window["number"]),
+        "facts": str(len(window["facts"])),
+        "fresh": str(window["fresh"]),
+        "seen": str(window["repeated"]),
+        "novelty": number(window["novelty_mean"]),
+        "least": number(window["novelty_min"]),
+        "topics": "-" if window["topics_reached"] is None else str(window["topics_reached"]),
+        "words": str(window["words"]),
+        "new": str(window["fresh_words"]),
+        "done": number(None if report is None else report["completeness_score"]),
+        "status": status + ("" if window["written"] else ", not written"),
+    }
 
 
 if __name__ == "__main__":

@@ -33,8 +33,14 @@ def drop_output() -> None:
 
 
 def say(message: str) -> None:
-    """One line on standard error."""
-    print(" ".join(message.split()), file=sys.stderr, flush=True)
+    """One line on standard error, without control characters."""
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text on one line, with what would steer a terminal replaced."""
+    clean = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return " ".join(clean.split())
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -60,8 +66,14 @@ def _standard_output() -> Iterator[None]:
 
 
 def show(what: RenderableType, indent: int = 0) -> None:
-    """A text or table on standard output, as wide as the terminal (COLUMNS; 120 where there is none)."""
+    """A text or table on standard output, as wide as the terminal (COLUMNS; 120 where there is none).
+
+    A text is shown on one line, wrapped, without control characters.
+    """
     from rich.padding import Padding
+
+    if isinstance(what, str):
+        what = printable(what)
 
     console = _console(sys.stdout)
     with _standard_output():
@@ -73,6 +85,12 @@ def show(what: RenderableType, indent: int = 0) -> None:
 def width() -> int:
     """Characters in a line of standard output."""
     return _console(sys.stdout).width
+
+
+def fits(table: Table) -> bool:
+    """Whether a table can be shown without cutting or wrapping a cell."""
+    console = _console(sys.stdout)
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width
 
 
 def new_table(columns: Sequence[tuple[str, bool]]) -> Table:
@@ -91,8 +109,7 @@ def cell(text: str, wrap: bool = False) -> Text:
     """A text as it stands, markup and all, on one line that is cut where it must be; no control characters."""
     from rich.text import Text
 
-    clean = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    line = " ".join(clean.split())
+    line = printable(text)
     return Text(line) if wrap else Text(line, no_wrap=True, overflow="ellipsis")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -155,6 +156,33 @@ def test_tables_fit_the_terminal(store, columns):
         assert "novelty  least  topics  words" in text
 
 
+@pytest.mark.parametrize("columns", ["20", "30", "40", "60", "120"])
+def test_a_narrow_table_keeps_why_a_run_ended(store, columns):
+    arguments = ("run", store, TASK, "--vectors", QUERIES, "--writer", "extract", *GATE)
+    rows = invoke(*arguments, env={"COLUMNS": columns}).stdout.splitlines()
+    assert max(map(len, rows)) <= int(columns)
+    assert [row for row in rows if re.match(r" *5 .*limit-reached$", row)]
+    assert ("done" in " ".join(rows)) == (columns != "20")
+
+
+def test_no_file_steers_the_terminal(tmp_path):
+    escape = "\x1b]0;owned\x07"
+    facts, vectors, task = tmp_path / "f.jsonl", tmp_path / "e.npy", tmp_path / "t.json"
+    facts.write_text("".join(json.dumps({"id": f"{escape}{i}", "text": f"{escape} text"}) + "\n" for i in range(2)))
+    np.save(vectors, np.array([[1.0, 2.0], [0.0, 0.0]]))
+    model = ("--model", escape)
+    index = ("index", facts, "--embeddings", vectors, *model, "-o", tmp_path / "s", "--on-invalid", "skip")
+    item = {"id": escape, "label": escape, "text": escape}
+    task.write_text(json.dumps({"id": "t", "query": escape, "sub_queries": [item]}))
+    np.savez(tmp_path / "q.npz", **{"0:query": np.ones(2), "0:subs": np.ones((1, 2))})
+    run = ("run", tmp_path / "s", task, "--vectors", tmp_path / "q.npz", "--writer", "extract", "--k", "1")
+    results = [invoke(*index), invoke(*run), invoke(*run, "--task-id", escape, code=1)]
+    results.append(invoke("rank", tmp_path / "s", "--query", vectors, "--model", "m", code=1))
+    for result in results:
+        assert "owned" in result.output
+        assert not {"\x1b", "\x07"} & set(result.output)
+
+
 def test_output_for_terminals_that_know_no_unicode(store, tmp_path):
     facts, vectors, odd = tmp_path / "f.jsonl", tmp_path / "e.npy", tmp_path / "odd"
     facts.write_text(json.dumps({"id": "\x1b[31mü", "text": "[bold]é\x1b[0m \ud800 two\nlines"}))
@@ -239,6 +267,7 @@ def test_index_refuses(tmp_path):
     vectors = ["--embeddings", VECTORS, "--model", "m"]
     assert "either --embeddings E.npy with --model, or --embed" in fails("index", FACTS, *out, code=2)
     assert "either --embeddings" in fails("index", FACTS, *out, *vectors, "--embed", "x", code=2)
+    assert "--model: expected a name" in fails("index", FACTS, *out, *vectors[:2], "--model", " ", code=2)
     assert "expected --model with" in fails("index", FACTS, *out, *vectors[:2], code=2)
     for rows in ("x", "3", "5:5", "-1:4", "1:2:3"):
         assert "--rows: expected A:B" in fails("index", FACTS, *out, *vectors, "--rows", rows, code=2)
@@ -315,6 +344,15 @@ def test_rank_with_coverage_and_residual(store, tmp_path):
     assert "--depths goes with --coverage" in fails(*arguments, "--depths", ".5", code=2)
 
 
+def test_a_store_that_cannot_be_written_is_named_as_it_was_given(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "data-1f/embeddings.npy")
+
+    monkeypatch.setattr("cdr_kernel.store.FactStore.save", full)
+    line = fails("index", FACTS, "--embeddings", VECTORS, "--model", "m", "-o", tmp_path / "s")
+    assert line == f"error: {tmp_path / 's'}: the store could not be written (No space left on device)"
+
+
 def test_rank_refuses(store, tmp_path):
     query = ["--query", f"{QUERIES}:0:query"]
     np.save(tmp_path / "short.npy", np.ones(3))
@@ -323,6 +361,11 @@ def test_rank_refuses(store, tmp_path):
     assert "no store here" in fails("rank", tmp_path, *query)
     assert "--model: expected embedding model 'demo-model', got 'm'" in fails("rank", store, *query, "--model", "m")
     assert "is a text: expected --embed MODEL" in fails("rank", store, "--query", "pods", code=2)
+    for name in ("queries.np", "q.npx", "none/q.npz:"):
+        assert f"{name}: no such file, expected Q.npy" in fails("rank", store, "--query", name)
+    assert "q.npy: No such file" in fails("rank", store, "--query", "q.npy")
+    assert "q.npz: No such file" in fails("rank", store, "--query", "q.npz:0")
+    assert "expected a NumPy array" in fails("rank", store, "--query", TASK)
     assert "expected Q.npy" in fails("rank", store, "--query", " ", code=2)
     assert "--embed is for a text" in fails("rank", store, *query, "--embed", "m", code=2)
     for wrong in (["--k", "-1"], ["--min-relevance", "1.5"], ["--min-relevance", "nan"], ["--kind", "x"]):
