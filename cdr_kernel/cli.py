@@ -490,12 +490,17 @@ def run(
     kind: KindOption = Kind.scan,
     no_guard: Annotated[bool, typer.Option("--no-guard", help="Without the n-gram guard (§5).")] = False,
     exclude_packed: Annotated[bool, typer.Option("--exclude-packed", help="Never pack a fact twice.")] = False,
+    backward_summary: Annotated[
+        bool, typer.Option("--backward-summary", help="Give a command the text of the earlier windows as well (§4.3).")
+    ] = False,
     writer_timeout: Annotated[
         float, typer.Option(min=0.001, max=MAX_TIMEOUT, callback=_no_nan, help="Seconds a command may take per window.")
     ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
+    if backward_summary and writer == "extract":
+        raise typer.BadParameter("--backward-summary is for a command, not for extract")
     if output is not None:
         check_output(output, task, store, *([] if vectors is None else [vectors]))
     opened = _opened(store)
@@ -513,7 +518,7 @@ def run(
         exclude_packed=exclude_packed,
         guard=False if no_guard else None,
     )
-    write = _writer(writer, opened, session, writer_timeout, encode)
+    write = _writer(writer, opened, session, chosen, token_budget, writer_timeout, encode)
     retriever = cdr_kernel.Retriever(opened, kind.value)
     per_envelope = k or chosen.k
     settings = {
@@ -524,6 +529,7 @@ def run(
         "kind": kind.value,
         "guard": not no_guard,
         "exclude_packed": exclude_packed,
+        "backward_summary": backward_summary,
         "writer": writer,
         "embed": embed,
     }
@@ -552,6 +558,7 @@ def run(
             assess=write.assess,
             k=per_envelope if token_budget is None else None,  # where everything fits, the rest need not be ranked
             max_facts=per_envelope,
+            backward_summary="\n\n".join if backward_summary else None,
         ):
             record.add(window)
             save(complete=False)
@@ -702,13 +709,17 @@ def _writer(
     writer: str,
     store: cdr_kernel.FactStore,
     session: cdr_kernel.Session,
+    task: Task,
+    token_budget: int | None,
     timeout: float,
     encode: Callable[[list[str]], Any] | None,
 ) -> ExtractWriter | CommandWriter:
     if writer == "extract":
         return ExtractWriter(store, session)
     try:
-        return CommandWriter(writer, store, session, timeout=timeout, embed=encode)
+        return CommandWriter(
+            writer, store, session, query=task.query, token_budget=token_budget, timeout=timeout, embed=encode
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--writer") from None
 

@@ -87,15 +87,26 @@ class CommandWriter:
     quoted. timeout: seconds per window, at most `MAX_TIMEOUT`. embed: sentences -> vectors of the session's
     model; without it the output is assessed by shared words (`cdr_kernel.assess`).
 
-    The object has window (1-based), anchor, facts [{id, text, source, score}], backward_summary (string or null) and
-    remaining (labels). Raises ValueError for a command that cannot be split or is not found and for a bad timeout,
+    query, token_budget: what the task asks, and the tokens of an envelope at most, told to the command as they are.
+
+    The object has task {query, sub_queries [{id, label, text, expected_words, remaining}]}, window (1-based),
+    max_windows, token_budget (integer or null), anchor, facts [{id, text, source, score}], backward_summary (string or
+    null) and remaining (labels). Raises ValueError for a command that cannot be split or is not found and for a bad timeout,
     `WriterError` where it fails, takes too long, or prints nothing, no UTF-8 or more than `MAX_OUTPUT_BYTES`; it is
     ended then, with whatever it started. Where it ended well and something it started goes on, that is let be: its
     output counts for `GRACE_SECONDS` more, with a warning.
     """
 
     def __init__(
-        self, command: str, store: FactStore, session: Session, *, timeout: float = 300.0, embed: Embed | None = None
+        self,
+        command: str,
+        store: FactStore,
+        session: Session,
+        *,
+        query: str | None = None,
+        token_budget: int | None = None,
+        timeout: float = 300.0,
+        embed: Embed | None = None,
     ) -> None:
         try:
             self._argv = shlex.split(command)
@@ -109,6 +120,8 @@ class CommandWriter:
         if not self._argv or shutil.which(self._argv[0]) is None:
             raise ValueError(f"expected a command that can be run, got {command!r}")
         self._session = session
+        self._query = query
+        self._token_budget = token_budget
         self._timeout = check_number(timeout, "timeout", 0.0, MAX_TIMEOUT)
         self._embed = embed
         self._thresholds = None if embed is None else similarity_thresholds(store, session.sub_queries)
@@ -142,8 +155,24 @@ class CommandWriter:
 
     def _request(self, prompt: WindowPrompt) -> dict[str, Any]:
         ranking = prompt.envelope.ranking
+        remaining = {item.id for item in self._session.residual}
         return {
+            "task": {
+                "query": self._query,
+                "sub_queries": [
+                    {
+                        "id": item.id,
+                        "label": item.label,
+                        "text": item.text,
+                        "expected_words": item.expected_words,
+                        "remaining": item.id in remaining,
+                    }
+                    for item in self._session.sub_queries
+                ],
+            },
             "window": prompt.window,
+            "max_windows": self._session.max_windows,
+            "token_budget": self._token_budget,
             "anchor": prompt.anchor,
             "facts": [
                 {"id": fact.id, "text": fact.text, "source": fact.source, "score": score}

@@ -515,6 +515,26 @@ def test_run_with_a_command(store, tmp_path):
     assert json_of(result)["complete"]
 
 
+def test_run_tells_a_command_what_the_task_is(store, tmp_path):
+    path, asked = tmp_path / "run.json", tmp_path / "asked"
+    command = writer(tmp_path, window=3, action=f"json.dump(asked, open({str(asked)!r}, 'w'))")
+    arguments = ["run", store, TASK, "--vectors", QUERIES, "--writer", command, "--windows", "3", "-o", path, *GATE]
+    invoke(*arguments)
+    told = json.loads(asked.read_text())
+    task = json.loads(Path(TASK).read_text())["tasks"][0]
+    assert told["task"]["query"] == task["query"]
+    assert [item["text"] for item in told["task"]["sub_queries"]] == [item["text"] for item in task["sub_queries"]]
+    assert (told["window"], told["max_windows"], told["token_budget"]) == (3, 3, None)
+    assert told["backward_summary"] is None
+    invoke(*arguments, "--backward-summary", "--token-budget", "900")
+    told, run = json.loads(asked.read_text()), json.loads(path.read_text())
+    assert told["token_budget"] == 900
+    assert told["backward_summary"] == "\n\n".join(window["output"] for window in run["windows"][:2])
+    assert run["settings"]["backward_summary"] is True
+    refused = fails("run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "--backward-summary", code=2)
+    assert "--backward-summary is for a command" in refused
+
+
 @pytest.mark.parametrize(
     ("action", "options", "part"),
     [

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowPrompt, cdr_rank, pack_facts
+from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowPrompt, WindowReport, cdr_rank, pack_facts
 from cdr_kernel import writer as writer_module
 from cdr_kernel.writer import CommandWriter, ExtractWriter, WriterError
 
@@ -66,11 +66,18 @@ def test_extract_is_assessed_by_the_stored_vectors(world):
 
 def test_a_command_gets_one_json_and_prints_the_text(world, tmp_path):
     store, session = world
-    writer = CommandWriter(program(tmp_path, ECHO), store, session)
+    writer = CommandWriter(program(tmp_path, ECHO), store, session, query="All topics", token_budget=10_000)
     prompt = prompt_of(store, session, [1.0, 0.0, 0.5, 0.0], summary="so far \ud800 ü")
     request = json.loads(writer(prompt))
+    items = [
+        {"id": f"q{i}", "label": f"Topic {i}", "text": f"about {i}", "expected_words": 22, "remaining": True}
+        for i in range(2)
+    ]
     assert request == {
+        "task": {"query": "All topics", "sub_queries": items},
         "window": 1,
+        "max_windows": 5,
+        "token_budget": 10_000,
         "anchor": "Remaining sections to complete: Topic 0, Topic 1",
         "facts": [
             {"id": fact.id, "text": fact.text, "source": fact.source, "score": score}
@@ -79,6 +86,12 @@ def test_a_command_gets_one_json_and_prints_the_text(world, tmp_path):
         "backward_summary": "so far \ud800 ü",
         "remaining": ["Topic 0", "Topic 1"],
     }
+    session.update(WindowReport(0.5, ("q0",)), "text", embedding_model=MODEL)
+    bare = CommandWriter(program(tmp_path, ECHO), store, session)
+    request = json.loads(bare(prompt_of(store, session, [1.0, 0.0, 0.5, 0.0])))
+    assert [item["remaining"] for item in request["task"]["sub_queries"]] == [False, True]
+    assert (request["window"], request["remaining"], request["token_budget"]) == (2, ["Topic 1"], None)
+    assert (request["task"]["query"], request["backward_summary"]) == (None, None)
 
 
 def test_a_command_is_assessed_by_words_or_by_a_model(world):
