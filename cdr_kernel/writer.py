@@ -91,10 +91,12 @@ class CommandWriter:
 
     The object has task {query, sub_queries [{id, label, text, expected_words, remaining}]}, window (1-based),
     max_windows, token_budget (integer or null), anchor, facts [{id, text, source, score}], backward_summary (string or
-    null) and remaining (labels). Raises ValueError for a command that cannot be split or is not found and for a bad timeout,
-    `WriterError` where it fails, takes too long, or prints nothing, no UTF-8 or more than `MAX_OUTPUT_BYTES`; it is
-    ended then, with whatever it started. Where it ended well and something it started goes on, that is let be: its
-    output counts for `GRACE_SECONDS` more, with a warning.
+    null) and remaining (labels).
+
+    Raises ValueError for a command that cannot be split or is not found and for a bad timeout, `WriterError` where it
+    fails, takes too long, or prints nothing, no UTF-8 or more than `MAX_OUTPUT_BYTES`; it is ended then, with whatever
+    it started. Where it ended well and something it started goes on, that is let be: its output counts for
+    `GRACE_SECONDS` more, with a warning.
     """
 
     def __init__(

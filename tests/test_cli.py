@@ -283,7 +283,7 @@ def test_index_refuses(tmp_path):
 def test_embedding_without_the_extra_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     line = fails("index", FACTS, "-o", tmp_path / "s", "--embed", "all-MiniLM-L6-v2")
-    assert 'pip install "cdr-kernel[embed]"' in line
+    assert 'pip install ".[embed]"' in line
 
 
 def test_embedding_with_a_model(tmp_path, monkeypatch, store):
