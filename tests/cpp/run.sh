@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 mode=${1:-plain}
-flags=(-std=c++17 -ffp-contract=off -Wall -Wextra -Werror -pthread -Icsrc)
+flags=(-std=c++17 -ffp-contract=off -Wall -Wextra -pthread -Icsrc)
 case $mode in
   plain) flags+=(-O3) ;;
   asan) flags+=(-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer) ;;
@@ -50,7 +50,7 @@ case $mode in
   generic)
     "$folder/test_core" | tee "$folder/here"
     # Without the pool's tests: no thread can start in a child forked under QEMU 7.
-    "$emulator" -cpu Nehalem-v1 "$folder/test_core" exact score ngram | tee "$folder/there"
+    "$emulator" -cpu Nehalem-v1 "$folder/test_core" exact score ngram scan | tee "$folder/there"
     grep -qx "levels: generic" "$folder/there" || { echo "the emulated processor has AVX2" >&2; exit 1; }
     if [[ $(grep '^digest' "$folder/here") != $(grep '^digest' "$folder/there") ]]; then
       echo "the scores of the two processors differ" >&2

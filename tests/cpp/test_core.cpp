@@ -1,4 +1,4 @@
-// The C++ half on its own: exact sums, scores, n-grams and the pool of threads. Built and run by run.sh.
+// The C++ half on its own: exact sums, scores, n-grams, the scan and the pool of threads. Built and run by run.sh.
 //
 //   test_core            everything
 //   test_core pool ...   only the tests whose names begin so
@@ -17,6 +17,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -29,6 +30,7 @@
 #include "ngram.h"
 #include "pool.h"
 #include "rows.h"
+#include "scan.h"
 #include "score.h"
 
 namespace {
@@ -118,7 +120,8 @@ struct Matrix {
   std::vector<double> squared_norms;
   std::vector<std::uint8_t> flags;
 
-  Matrix(cdr::DType dtype, std::int64_t dim, const std::vector<std::int64_t>& blocks, const std::function<double()>& f) {
+  Matrix(cdr::DType dtype, std::int64_t dim, const std::vector<std::int64_t>& blocks,
+         const std::function<double()>& f) {
     rows.dtype = dtype;
     rows.dim = dim;
     for (const std::int64_t n : blocks) {
@@ -260,7 +263,10 @@ void exact_equals_integers() {
 void exact_is_free_of_order() {
   Random random(2);
   std::vector<double> values;
-  for (int i = 0; i < 500; ++i) values.push_back(std::ldexp(random.centred(), static_cast<int>(random.between(-300, 300))));
+  for (int i = 0; i < 500; ++i) {
+    const int exponent = static_cast<int>(random.between(-300, 300));
+    values.push_back(std::ldexp(random.centred(), exponent));
+  }
   cdr::ExactSum first;
   for (const double v : values) first.add(v);
   for (int round = 0; round < 20; ++round) {
@@ -289,14 +295,16 @@ void score_reads_every_half() {
     CHECK(equal_bits(score_all(all, c), generic));
   }
   for (std::int64_t i = 0; i < all.rows.size(); ++i) {
-    const double expected = lane_dot(all.row(i), c.vector(1), 8) / std::sqrt(all.squared_norms[static_cast<std::size_t>(i)]);
+    const double norm = std::sqrt(all.squared_norms[static_cast<std::size_t>(i)]);
+    const double expected = lane_dot(all.row(i), c.vector(1), 8) / norm;
     CHECK(same_bits(generic[static_cast<std::size_t>(3 * all.rows.size() + i)], expected));
   }
 }
 
 void score_flags_bad_rows() {
   const double inf = std::numeric_limits<double>::infinity();
-  const std::vector<double> given{1, 2, 0, 0, inf, 1, 1, NAN, 0x1p201, 1, 0x1p-201, 0, -0.0, 0.0, 0x1p200, 1, 0x1p-200, 0};
+  const std::vector<double> given{1,        2, 0,    0,   inf,     1, 1,        NAN, 0x1p201, 1,
+                                  0x1p-201, 0, -0.0, 0.0, 0x1p200, 1, 0x1p-200, 0};
   std::size_t next = 0;
   const Matrix m(cdr::DType::f64, 2, {4, 0, 5}, [&] { return given[next++]; });
   const std::vector<std::uint8_t> expected{cdr::kRowOk,         cdr::kRowZero,       cdr::kRowNotFinite,
@@ -384,7 +392,8 @@ void score_gates_as_the_exact_sum_does() {
     }
     if (index.empty()) continue;
     const double occurring = cosines[static_cast<std::size_t>(index[0])];
-    for (const double gate : {occurring, std::nextafter(occurring, 2.0), std::nextafter(occurring, -2.0), 0.0, 1.0, -1.0}) {
+    const double above = std::nextafter(occurring, 2.0), below = std::nextafter(occurring, -2.0);
+    for (const double gate : {occurring, above, below, 0.0, 1.0, -1.0}) {
       c.gate[0] = gate;
       std::vector<std::int64_t> expected;
       for (std::size_t i = 0; i < index.size(); ++i)
@@ -418,7 +427,8 @@ void score_gates_by_any_column_and_by_what_is_alive() {
       const double norms = std::sqrt(m.squared_norms[static_cast<std::size_t>(i)] * c.squared_norms[column]);
       return c.scale[column] * (lane_dot(m.row(i), c.vector(j), 11) / norms) + c.shift[column];
     };
-    if (alive[static_cast<std::size_t>(i)] && (value(0) >= 0.4 || value(3) >= 0.5 || value(7) >= 0.3)) expected.push_back(i);
+    const bool passes = value(0) >= 0.4 || value(3) >= 0.5 || value(7) >= 0.3;
+    if (passes && alive[static_cast<std::size_t>(i)]) expected.push_back(i);
   }
   CHECK(expected.size() > 100 && expected.size() < 1500);
   const auto found = [&] { return cdr::gate_rows(m.rows, m.squared_norms.data(), nullptr, 2400, alive.data(), c); };
@@ -473,7 +483,8 @@ void score_identical_vectors_have_cosine_one() {
     cdr::Columns c = make_columns(dim, 0, true, 1.0, random);
     std::copy_n(m.row(0), dim, c.vectors.begin());
     std::copy_n(m.row(0), dim, c.vectors.begin() + c.lanes);
-    for (std::int64_t i = 0; i < dim; ++i) c.vectors[static_cast<std::size_t>(c.lanes + i)] /= std::sqrt(m.squared_norms[0]);
+    double* const unit = c.vectors.data() + c.lanes;
+    for (std::int64_t i = 0; i < dim; ++i) unit[i] /= std::sqrt(m.squared_norms[0]);
     c.squared_norms[0] = m.squared_norms[0];
     for (const cdr::Simd level : levels()) {
       cdr::set_simd(level);
@@ -522,22 +533,72 @@ void ngram_sets_hold_what_was_put_in() {
   CHECK(zero.contains(0) && zero.size() == 1 && zero.values() == std::vector<std::uint64_t>{0});
 }
 
+// Ragged rows of token hashes in two blocks of exactly their size.
+struct Tokens {
+  ng::TokenRows rows;
+  std::vector<std::vector<std::int64_t>> offsets;
+  std::vector<std::unique_ptr<std::uint8_t[]>> memory;
+
+  explicit Tokens(const std::vector<std::vector<std::uint64_t>>& texts, std::size_t first_block) {
+    for (const bool tail : {false, true}) {
+      const auto begin = texts.begin() + static_cast<std::ptrdiff_t>(tail ? first_block : 0);
+      const auto end = tail ? texts.end() : texts.begin() + static_cast<std::ptrdiff_t>(first_block);
+      std::vector<std::int64_t> at{0};
+      for (auto text = begin; text != end; ++text) at.push_back(at.back() + static_cast<std::int64_t>(text->size()));
+      auto bytes = std::make_unique<std::uint8_t[]>(static_cast<std::size_t>(at.back()) * ng::kTokenBytes);
+      std::size_t next = 0;
+      for (auto text = begin; text != end; ++text)
+        for (const std::uint64_t token : *text)
+          for (int i = 0; i < ng::kTokenBytes; ++i) bytes[next++] = static_cast<std::uint8_t>(token >> (8 * i));
+      offsets.push_back(std::move(at));
+      memory.push_back(std::move(bytes));
+      const std::vector<std::int64_t>& kept = offsets.back();
+      const auto count = static_cast<std::int64_t>(kept.size()) - 1;
+      rows.blocks.push_back({nullptr, memory.back().get(), count, kept.back()});
+    }
+    for (std::size_t i = 0; i < offsets.size(); ++i) rows.blocks[i].offsets = offsets[i].data();
+  }
+};
+
+struct Ngrams {
+  std::vector<std::int64_t> offsets;
+  std::vector<std::uint64_t> values;
+
+  Ngrams(const ng::TokenRows& rows, int n) : offsets(static_cast<std::size_t>(rows.size()) + 1) {
+    ng::ngram_offsets(rows, n, offsets.data());
+    values.resize(static_cast<std::size_t>(offsets.back()));
+    ng::ngrams(rows, n, offsets.data(), values.data());
+  }
+  std::vector<std::uint64_t> row(std::size_t i) const {
+    return {values.begin() + offsets[i], values.begin() + offsets[i + 1]};
+  }
+};
+
+std::vector<std::uint64_t> some_tokens(Random& random, std::int64_t count, std::uint64_t range) {
+  std::vector<std::uint64_t> tokens(static_cast<std::size_t>(count));
+  for (auto& t : tokens) t = random.next() % range;
+  return tokens;
+}
+
+constexpr std::uint64_t kAnyToken = std::uint64_t{1} << ng::kTokenBits;
+
 void ngram_hashes_do_not_depend_on_where_they_stand() {
   Random random(12);
-  std::vector<std::uint64_t> tokens(300);
-  for (auto& t : tokens) t = random.next();
+  std::vector<std::vector<std::uint64_t>> texts;
+  for (const std::int64_t count : {120, 0, 5, 175, 6, 1}) texts.push_back(some_tokens(random, count, kAnyToken));
+  const Tokens tokens(texts, 4);
   for (const int n : {1, 2, 6, ng::kMaxN}) {
-    const std::int64_t offsets[] = {0, 120, 120, 125, 300};
-    const ng::Ragged all = ng::ngrams(offsets, tokens.data(), 4, n);
-    CHECK(all.offsets.size() == 5);
-    for (int row = 0; row < 4; ++row) {
-      const std::int64_t count = std::max<std::int64_t>(0, offsets[row + 1] - offsets[row] - n + 1);
-      CHECK(all.offsets[static_cast<std::size_t>(row + 1)] - all.offsets[static_cast<std::size_t>(row)] == count);
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t alone[] = {0, n};
-        const ng::Ragged one = ng::ngrams(alone, tokens.data() + offsets[row] + i, 1, n);
-        CHECK(one.values.size() == 1);
-        CHECK(one.values[0] == all.values[static_cast<std::size_t>(all.offsets[static_cast<std::size_t>(row)] + i)]);
+    const Ngrams all(tokens.rows, n);
+    std::set<std::uint64_t> distinct(all.values.begin(), all.values.end());
+    CHECK(distinct.size() == all.values.size());
+    for (std::size_t row = 0; row < texts.size(); ++row) {
+      const std::vector<std::uint64_t> found = all.row(row);
+      CHECK(static_cast<std::int64_t>(found.size()) ==
+            std::max<std::int64_t>(0, static_cast<std::int64_t>(texts[row].size()) - n + 1));
+      for (std::size_t i = 0; i < found.size(); ++i) {
+        const auto from = texts[row].begin() + static_cast<std::ptrdiff_t>(i);
+        const Ngrams one(Tokens({{from, from + n}}, i % 2).rows, n);
+        CHECK(one.values == std::vector<std::uint64_t>{found[i]});
       }
     }
   }
@@ -546,57 +607,193 @@ void ngram_hashes_do_not_depend_on_where_they_stand() {
 void ngram_overlap_counts_distinct_matches() {
   Random random(13);
   for (int round = 0; round < 200; ++round) {
-    std::vector<std::uint64_t> tokens(static_cast<std::size_t>(random.between(0, 90)));
-    for (auto& t : tokens) t = static_cast<std::uint64_t>(random.between(1, 3));
-    const std::int64_t end = static_cast<std::int64_t>(tokens.size()), half = random.between(0, end);
-    const std::int64_t offsets[] = {0, half, half, end};
-    const ng::Ragged all = ng::ngrams(offsets, tokens.data(), 3, 4);
+    std::vector<std::vector<std::uint64_t>> texts;
+    for (int row = 0; row < 5; ++row) texts.push_back(some_tokens(random, random.between(0, 60), 3));
+    const Tokens tokens(texts, static_cast<std::size_t>(random.between(0, 5)));
+    const Ngrams all(tokens.rows, 4);
     ng::HashSet set;
     std::set<std::uint64_t> listed;
-    for (std::size_t i = 0; i < all.values.size(); i += 3) {
+    for (std::size_t i = 0; i < all.values.size(); i += 7) {
       set.insert(&all.values[i], 1);
       listed.insert(all.values[i]);
     }
-    std::int32_t by_hash[3], by_token[3];
-    ng::overlap(set, all.offsets.data(), all.values.data(), 3, by_hash);
-    ng::overlap_tokens(set, offsets, tokens.data(), 3, 4, by_token);
-    for (std::size_t row = 0; row < 3; ++row) {
+    std::vector<std::int32_t> expected;
+    for (std::size_t row = 0; row < texts.size(); ++row) {
       std::set<std::uint64_t> matches;
-      for (std::int64_t i = all.offsets[row]; i < all.offsets[row + 1]; ++i)
-        if (listed.count(all.values[static_cast<std::size_t>(i)])) matches.insert(all.values[static_cast<std::size_t>(i)]);
-      CHECK(by_hash[row] == static_cast<std::int32_t>(matches.size()));
-      CHECK(by_token[row] == by_hash[row]);
+      for (const std::uint64_t value : all.row(row))
+        if (listed.count(value)) matches.insert(value);
+      expected.push_back(static_cast<std::int32_t>(matches.size()));
     }
+    std::int32_t found[5];
+    ng::overlap(set, tokens.rows, nullptr, 5, 4, found);
+    CHECK(std::equal(expected.begin(), expected.end(), found));
+    const std::int64_t index[] = {4, 0, 2, 2};
+    ng::overlap(set, tokens.rows, index, 4, 4, found);
+    for (std::size_t i = 0; i < 4; ++i) CHECK(found[i] == expected[static_cast<std::size_t>(index[i])]);
+  }
+}
+
+void ngram_overlap_is_equal_for_every_number_of_threads() {
+  Random random(15);
+  std::vector<std::vector<std::uint64_t>> texts;
+  for (int row = 0; row < 5000; ++row) texts.push_back(some_tokens(random, random.between(0, 20), 4));
+  const Tokens tokens(texts, 3000);
+  const Ngrams all(tokens.rows, 6);
+  ng::HashSet set;
+  for (std::size_t i = 0; i < all.values.size(); i += 50) set.insert(&all.values[i], 1);
+  std::vector<std::int32_t> first(texts.size()), again(texts.size());
+  cdr::set_threads(1);
+  ng::overlap(set, tokens.rows, nullptr, texts.size(), 6, first.data());
+  for (const int threads : {2, 7}) {
+    cdr::set_threads(threads);
+    ng::overlap(set, tokens.rows, nullptr, texts.size(), 6, again.data());
+    CHECK(first == again);
+  }
+}
+
+void ngram_rows_are_taken_as_they_are() {
+  Random random(16);
+  std::vector<std::vector<std::uint64_t>> texts;
+  for (const std::int64_t count : {3, 0, 40, 7}) texts.push_back(some_tokens(random, count, kAnyToken));
+  const Tokens tokens(texts, 2);
+  const std::int64_t index[] = {3, 2, 1, 2};
+  std::int64_t offsets[5];
+  ng::take_offsets(tokens.rows, index, 4, offsets);
+  const std::int64_t expected[] = {0, 7, 47, 47, 87};
+  CHECK(std::equal(offsets, offsets + 5, expected));
+  const auto bytes = std::make_unique<std::uint8_t[]>(87 * ng::kTokenBytes);
+  ng::take_tokens(tokens.rows, index, 4, offsets, bytes.get());
+  for (std::size_t i = 0; i < 4; ++i) {
+    const ng::TokenRow row = tokens.rows.at(index[i]);
+    CHECK(row.count == offsets[i + 1] - offsets[i]);
+    if (row.count == 0) continue;
+    CHECK(std::memcmp(bytes.get() + offsets[i] * ng::kTokenBytes, row.tokens,
+                      static_cast<std::size_t>(row.count) * ng::kTokenBytes) == 0);
   }
 }
 
 void ngram_texts_fall_into_tokens() {
-  const std::string blob = "Kube-proxy, ROUTES  x9!caf\xC3\xA9";
-  const std::int64_t ends[] = {0, 19, 19, static_cast<std::int64_t>(blob.size())};
-  const ng::Ragged found = ng::hash_texts(blob.data(), ends, 3, 7);
-  const std::vector<std::string> expected{"kube", "proxy", "routes", "x9", "caf\xC3\xA9"};
-  CHECK((found.offsets == std::vector<std::int64_t>{0, 3, 3, 5}));
-  CHECK(found.values.size() == expected.size());
-  std::string joined;
-  std::vector<std::int64_t> offsets{0};
+  const std::vector<std::string_view> texts{"Kube-proxy, ROUTES ", "", "-- !", " x9!caf\xC3\xA9"};
+  const std::vector<std::string_view> expected{"kube", "proxy", "routes", "x9", "caf\xC3\xA9"};
+  std::int64_t offsets[5];
+  ng::count_tokens(texts.data(), texts.size(), offsets);
+  const std::int64_t counts[] = {0, 3, 3, 3, 5};
+  CHECK(std::equal(offsets, offsets + 5, counts));
+  const ng::Key key{7, 9};
+  const std::size_t bytes = expected.size() * ng::kTokenBytes;
+  const auto by_text = std::make_unique<std::uint8_t[]>(bytes), by_token = std::make_unique<std::uint8_t[]>(bytes);
+  ng::hash_texts(texts.data(), texts.size(), key, offsets, by_text.get());
+  ng::hash_tokens(expected.data(), expected.size(), key, by_token.get());
+  CHECK(std::memcmp(by_text.get(), by_token.get(), bytes) == 0);
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    CHECK(found.values[i] == ng::hash_bytes(expected[i].data(), expected[i].size(), 7));
-    CHECK(found.values[i] != ng::hash_bytes(expected[i].data(), expected[i].size(), 8));
-    joined += expected[i];
-    offsets.push_back(static_cast<std::int64_t>(joined.size()));
+    std::uint64_t value = 0;
+    for (int b = 0; b < ng::kTokenBytes; ++b) value |= std::uint64_t{by_text[i * ng::kTokenBytes + b]} << (8 * b);
+    CHECK(value == ng::sip_hash(expected[i], key) % kAnyToken);
+    CHECK(value != ng::sip_hash(expected[i], {8, 9}) % kAnyToken);
   }
-  std::vector<std::uint64_t> tokens(expected.size());
-  ng::hash_tokens(joined.data(), offsets.data(), tokens.size(), 7, tokens.data());
-  CHECK(tokens == found.values);
   std::set<std::uint64_t> lengths;  // also words of 8 and 16 bytes, where the hash takes another turn
-  for (std::size_t n = 0; n < 40; ++n) lengths.insert(ng::hash_bytes(std::string(n, 'a').data(), n, 0));
+  for (std::size_t n = 0; n < 40; ++n) lengths.insert(ng::sip_hash(std::string(n, 'a'), key));
   CHECK(lengths.size() == 40);
 }
 
-void ngram_offsets_are_checked() {
-  const std::int64_t good[] = {0, 2, 2, 5}, back[] = {0, 3, 2, 5}, late[] = {1, 2, 2, 5};
-  CHECK(ng::valid_offsets(good, 4, 5) && !ng::valid_offsets(good, 4, 6) && !ng::valid_offsets(good, 0, 0));
-  CHECK(!ng::valid_offsets(back, 4, 5) && !ng::valid_offsets(late, 4, 5));
+void ngram_damaged_offsets_are_found() {
+  const std::uint8_t bytes[5 * ng::kTokenBytes] = {};
+  for (const std::vector<std::int64_t>& offsets :
+       {std::vector<std::int64_t>{0, 6}, {-1, 2}, {3, 2}, {0, std::int64_t{1} << 62}}) {
+    const ng::TokenRows rows{{{offsets.data(), bytes, 1, 5}}};
+    CHECK(throws<std::invalid_argument>([&] { rows.at(0); }));
+    std::int32_t out;
+    ng::HashSet set;
+    const std::uint64_t value = 1;
+    set.insert(&value, 1);
+    CHECK(throws<std::invalid_argument>([&] { ng::overlap(set, rows, nullptr, 1, 1, &out); }));
+  }
+}
+
+// scan
+
+namespace sc = cdr::scan;
+
+// Codes of consecutive rows, in memory of exactly their size, by any matrix.
+struct Coded {
+  std::vector<float> matrix, mean, weight, numbers;
+  std::unique_ptr<std::int8_t[]> blocks[sc::kBlocks];
+  sc::Index index;
+
+  Coded(const Matrix& m, std::int64_t rows, Random& random) {
+    const std::int64_t dim = m.rows.dim;
+    const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
+    const double spread = 1.0 / std::sqrt(double(dim));
+    for (std::int64_t i = 0; i < dim * dim; ++i) matrix.push_back(static_cast<float>(spread * random.centred()));
+    for (std::int64_t i = 0; i < dim; ++i) {
+      matrix[size(i * dim + i)] += 1.0f;
+      mean.push_back(static_cast<float>(0.1 * random.centred()));
+      weight.push_back(static_cast<float>(0.5 + random.unit()));
+    }
+    sc::Rotation rotation{dim, matrix.data(), mean.data(), weight.data()};
+    rotation.measure();
+    std::vector<float> centred(size(rows * dim)), rotated(size(rows * dim), 0.0f);
+    std::vector<double> decoded(size(rows * dim)), rebuilt(size(rows * dim), 0.0);
+    numbers.resize(size(rows * sc::kNumbers));
+    std::int8_t* to[sc::kBlocks];
+    for (int b = 0; b < sc::kBlocks; ++b) {
+      blocks[b] = std::make_unique<std::int8_t[]>(size(rows * sc::block_width(dim, b)));
+      to[b] = blocks[b].get();
+    }
+    sc::center(m.rows, m.squared_norms.data(), 0, rows, rotation, centred.data());
+    for (std::int64_t i = 0; i < rows; ++i)
+      for (std::int64_t j = 0; j < dim; ++j)
+        for (std::int64_t k = 0; k < dim; ++k)
+          rotated[size(i * dim + k)] += centred[size(i * dim + j)] * matrix[size(j * dim + k)];
+    const double alpha = sc::encode(rotated.data(), rows, rotation, to, numbers.data(), decoded.data());
+    for (std::int64_t i = 0; i < rows; ++i)
+      for (std::int64_t j = 0; j < dim; ++j)
+        for (std::int64_t k = 0; k < dim; ++k)
+          rebuilt[size(i * dim + j)] += decoded[size(i * dim + k)] * static_cast<double>(matrix[size(j * dim + k)]);
+    sc::measure(m.rows, m.squared_norms.data(), 0, rows, rotation, alpha, rebuilt.data(), numbers.data());
+    index.rotation = rotation;
+    index.codes.push_back({rows, {to[0], to[1], to[2]}, numbers.data()});
+    index.alpha = alpha;
+  }
+};
+
+void scan_finds_what_the_exact_routine_finds() {
+  Random random(17);
+  int passing = 0;
+  for (const std::int64_t dim : {1, 7, 32, 63, 64, 65, 100, 130, 200}) {
+    const cdr::DType dtype = kTypes[dim % 3];
+    const std::int64_t n = 90, coded = 70;  // the last rows have no codes
+    const Matrix m(dtype, dim, {40, 50}, [&] { return random.centred(); });
+    const Coded codes(m, coded, random);
+    cdr::Columns c = make_columns(dim, 3, true, 1.0 / std::sqrt(double(dim)), random);
+    c.gate[3] = 0.5;
+    std::vector<std::uint8_t> alive(static_cast<std::size_t>(n));
+    for (auto& a : alive) a = random.unit() < 0.8;
+    const auto expected = cdr::gate_rows(m.rows, m.squared_norms.data(), nullptr, n, alive.data(), c);
+    passing += static_cast<int>(expected.size());
+    const std::vector<double> all = score_all(m, c);
+    for (const cdr::Simd level : levels()) {
+      for (const int threads : {1, 3}) {
+        cdr::set_simd(level);
+        cdr::set_threads(threads);
+        const auto found = sc::threshold(codes.index, m.rows, m.squared_norms.data(), alive.data(), {&c, &c});
+        CHECK(found.size() == 2 && found[0] == expected && found[1] == expected);
+        for (const std::int64_t k : {1, 5, 50}) {
+          const auto kept = sc::top(codes.index, m.rows, m.squared_norms.data(), expected.data(),
+                                    static_cast<std::int64_t>(expected.size()), nullptr, c, {}, kSpec, k);
+          std::vector<double> scores;
+          for (const std::int64_t row : expected) scores.push_back(all[static_cast<std::size_t>(row)]);
+          std::sort(scores.rbegin(), scores.rend());
+          const double least = scores.empty() ? 0.0 : scores[std::min(scores.size(), static_cast<std::size_t>(k)) - 1];
+          for (std::size_t i = 0; i < expected.size(); ++i) {
+            const bool best = all[static_cast<std::size_t>(expected[i])] >= least;
+            CHECK(!best || std::binary_search(kept.begin(), kept.end(), static_cast<std::int64_t>(i)));
+          }
+        }
+      }
+    }
+  }
+  CHECK(passing > 100);
 }
 
 // pool
@@ -765,8 +962,11 @@ const Test kTests[] = {
     TEST(ngram_sets_hold_what_was_put_in),
     TEST(ngram_hashes_do_not_depend_on_where_they_stand),
     TEST(ngram_overlap_counts_distinct_matches),
+    TEST(ngram_overlap_is_equal_for_every_number_of_threads),
+    TEST(ngram_rows_are_taken_as_they_are),
     TEST(ngram_texts_fall_into_tokens),
-    TEST(ngram_offsets_are_checked),
+    TEST(ngram_damaged_offsets_are_found),
+    TEST(scan_finds_what_the_exact_routine_finds),
     TEST(pool_calls_every_block_once),
     TEST(pool_writes_are_there_when_it_returns),
     TEST(pool_nested_loops_run),
