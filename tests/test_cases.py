@@ -455,11 +455,11 @@ class TestFalsyParameters:
 
     def test_empty_texts_and_sources(self):
         store = FactStore(2, embedding_model="m1")
-        store.add([""], [""], [E1], source=[""], position=[0])
-        (fact,) = store.get([""])
-        assert (fact.id, fact.text, fact.source, fact.position, fact.sequence) == ("", "", "", 0, 0)
-        ranking = cdr_rank(E1, Retriever(store), a_session(), multiplier={"": 0.5})
-        assert ranking.ids == [""]
+        store.add(["0"], [""], [E1], source=[""], position=[0])
+        (fact,) = store.get(["0"])
+        assert (fact.id, fact.text, fact.source, fact.position, fact.sequence) == ("0", "", "", 0, 0)
+        ranking = cdr_rank(E1, Retriever(store), a_session(), multiplier={"0": 0.5})
+        assert ranking.ids == ["0"]
         assert ranking.score.tolist() == [0.5]
 
     def test_command(self, command):
