@@ -105,6 +105,13 @@ class Codes:
         columns: list[Columns],
         alive: npt.NDArray[np.bool_] | None = None,
     ) -> list[npt.NDArray[np.int64]]: ...
+    def threshold_bounds(
+        self,
+        blocks: tuple[npt.NDArray[Any], ...],
+        squared_norms: npt.NDArray[np.float64],
+        columns: list[Columns],
+        alive: npt.NDArray[np.bool_] | None = None,
+    ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]]: ...
     def top(
         self,
         blocks: tuple[npt.NDArray[Any], ...],

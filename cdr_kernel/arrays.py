@@ -11,6 +11,7 @@ import numpy.typing as npt
 from cdr_kernel import _C
 from cdr_kernel.constants import SAFE_EXPONENT
 
+Float32: TypeAlias = npt.NDArray[np.float32]
 Float64: TypeAlias = npt.NDArray[np.float64]
 Int64: TypeAlias = npt.NDArray[np.int64]
 Blocks: TypeAlias = tuple[npt.NDArray[Any], ...]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.arrays import Float32, Float64, Int64
 from cdr_kernel.columns import RESIDUAL, Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
 from cdr_kernel.ngram import Generation, NGramGuard
@@ -33,7 +33,8 @@ class KeptRows:
 
     Good for views from ``version`` on: rows removed before it are missing, rows removed later are still in it. values:
     float64 [M, 1 + S], the cosines to the query and to each of ``vectors`` [S, D], or None as long as no window has
-    asked for them. overlap: int32, n-gram counts of the first rows as of ``generation`` of the session's guard.
+    asked for them. low, high: float32 [M], between which the cosines to the query lie, where the scan told. overlap:
+    int32, n-gram counts of the first rows as of ``generation`` of the session's guard.
     """
 
     question: bytes
@@ -43,13 +44,17 @@ class KeptRows:
     rows: Int64
     vectors: Float64
     values: Float64 | None = None
+    low: Float32 | None = None
+    high: Float32 | None = None
     overlap: npt.NDArray[np.int32] | None = None
     generation: Generation | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that are kept."""
-        return self.rows.nbytes + sum(a.nbytes for a in (self.values, self.overlap) if a is not None)
+        return self.rows.nbytes + sum(
+            a.nbytes for a in (self.values, self.low, self.high, self.overlap) if a is not None
+        )
 
     def before(self, row: int) -> KeptRows:
         """What is kept of the rows under this number."""
@@ -59,8 +64,23 @@ class KeptRows:
             upto=min(self.upto, row),
             rows=self.rows[:m],
             values=None if self.values is None else self.values[:m],
+            low=None if self.low is None else self.low[:m],
+            high=None if self.high is None else self.high[:m],
             overlap=None if self.overlap is None else self.overlap[:m],
         )
+
+    def likely(self, positions: Int64, before: Float64, after: Float64 | float, k: int) -> Int64:
+        """Indices into positions, ascending, that may hold the k best scores and all that tie with them.
+
+        For scores ``before * max(cosine to the query, 0) * after``, as they are where nothing is covered and nothing
+        pulls; before and after: [len(positions)], >= 0. The bounds go through the same products as the cosine itself,
+        and rounding keeps order, so they bound the number that comes out.
+        """
+        assert self.low is not None
+        assert self.high is not None
+        whole = len(positions) == len(self.rows)
+        low, high = (before * np.maximum(a if whole else a[positions], 0.0) * after for a in (self.low, self.high))
+        return np.flatnonzero(high >= np.partition(low, len(low) - k)[len(low) - k])
 
     def best(
         self, positions: Int64, columns: Columns, shares: Float64, remaining: Int64, strength: Float64 | None, k: int
@@ -122,6 +142,8 @@ class RowCache:
                 kept,
                 upto=view.rows,
                 rows=np.concatenate([kept.rows, passing]),
+                low=None,
+                high=None,
                 values=None
                 if kept.values is None
                 else np.concatenate([kept.values, _values(view, columns, kept.vectors, passing)]),
@@ -129,16 +151,27 @@ class RowCache:
         self._put(owner, kept)
         return kept
 
-    def put(self, owner: Any, columns: Columns, view: StoreView, rows: Int64) -> KeptRows:
-        """Keep the rows that were found alive in this view for its owner."""
-        kept = KeptRows(_question(columns), view.layout, view.version, view.rows, rows, np.zeros((0, columns.dim)))
+    def put(
+        self,
+        owner: Any,
+        columns: Columns,
+        view: StoreView,
+        rows: Int64,
+        low: Float32 | None = None,
+        high: Float32 | None = None,
+    ) -> KeptRows:
+        """Keep the rows that were found alive in this view for its owner, with bounds of their relevance if known."""
+        none = np.zeros((0, columns.dim))
+        kept = KeptRows(_question(columns), view.layout, view.version, view.rows, rows, none, low=low, high=high)
         self._put(owner, kept)
         return kept
 
     def with_values(self, owner: Any, kept: KeptRows, columns: Columns, vectors: Float64, view: StoreView) -> KeptRows:
         """The same with the cosines to these vectors [S, D], computed once."""
         if kept.values is None or kept.vectors is not vectors:
-            kept = replace(kept, vectors=vectors, values=_values(view, columns, vectors, kept.rows))
+            kept = replace(
+                kept, vectors=vectors, low=None, high=None, values=_values(view, columns, vectors, kept.rows)
+            )
             self._put(owner, kept)
         return kept
 

@@ -132,7 +132,8 @@ def rank_many(
         session.columns(query, state=state) for query, session, state in zip(queries, sessions, states, strict=True)
     ]
     factors = _multiplier(multiplier, view)
-    found = retriever.qualified(sessions, columns, view)
+    by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
+    found = retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
     return [
         _Window(*asked, retriever, view).ranking(k, factors)
         for asked in zip(sessions, states, columns, found, strict=True)
@@ -211,7 +212,10 @@ class _Window:
         rows = kept.rows[positions]
         codes = self.retriever.codes(self.view)
         if self.columns.coverage is None and len(self.columns.residual) == 0 and codes is not None:
-            return codes.top(self.columns, self.view, rows, k, importance, multiplier, overlap)
+            if kept.low is None:
+                return codes.top(self.columns, self.view, rows, k, importance, multiplier, overlap)
+            strength = importance if multiplier is None else importance * multiplier
+            return kept.likely(positions, strength, _after_guard(overlap), k)
         shares = np.zeros(len(self.session.sub_queries))
         entries = self.state.coverage
         total = math.fsum(entry.depth_weight for entry in entries)
@@ -221,11 +225,14 @@ class _Window:
         pulling = self.state.residual if len(self.columns.residual) else ()
         remaining = np.array([index[item.id] for item in pulling], np.int64)
         kept = self.retriever.cache.with_values(self.session, kept, self.columns, self.session.embeddings, self.view)
-        strength = importance if multiplier is None else importance * multiplier
-        if overlap.any():
-            strength = strength * (1.0 - np.minimum(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP))
+        strength = (importance if multiplier is None else importance * multiplier) * _after_guard(overlap)
         chosen = kept.best(positions, self.columns, shares, remaining, strength, k)
         return np.searchsorted(positions, chosen)
+
+
+def _after_guard(overlap: npt.NDArray[np.int32]) -> Float64 | float:
+    """What the n-gram penalty leaves of a score."""
+    return 1.0 - np.minimum(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP) if overlap.any() else 1.0
 
 
 def _multiplier(values: Multiplier | None, view: StoreView) -> Float64 | None:

@@ -125,16 +125,25 @@ class Retriever:
             found.append(passing if subset is None else subset[passing])
         return found
 
-    def qualified(self, owners: Sequence[Any], columns: Sequence[Columns], view: StoreView) -> list[KeptRows]:
+    def qualified(
+        self, owners: Sequence[Any], columns: Sequence[Columns], view: StoreView, *, bounds: bool = False
+    ) -> list[KeptRows]:
         """The rows that pass for each owner's columns: kept from its last window, or found now and kept.
 
         owners: sessions, or anything that can be held weakly; who asks another question is searched for again.
+        bounds: whether to keep what a scan knows of their relevance, for a choice of the k best.
         """
         kept = [self._cache.get(owner, c, view) for owner, c in zip(owners, columns, strict=True)]
         missing = [i for i, each in enumerate(kept) if each is None]
-        found = self.candidates_each([columns[i] for i in missing], view) if missing else []
-        for i, rows in zip(missing, found, strict=True):
-            kept[i] = self._cache.put(owners[i], columns[i], view, rows)
+        asked = [columns[i] for i in missing]
+        codes = self.codes(view) if bounds and missing else None
+        found: list[tuple[Any, ...]]
+        if codes is not None:
+            found = [*codes.bounded_each(asked, view)]
+        else:
+            found = [(rows,) for rows in self.candidates_each(asked, view)] if missing else []
+        for i, each in zip(missing, found, strict=True):
+            kept[i] = self._cache.put(owners[i], columns[i], view, *each)
         return [each for each in kept if each is not None]
 
     @property

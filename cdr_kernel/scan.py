@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float64, Int64, as_array
+from cdr_kernel.arrays import Float32, Float64, Int64, as_array
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.folder import Kind, read_array, synced
@@ -45,8 +45,6 @@ _LEAST_WEIGHT = 1e-3  # of the largest: directions in which the sample does not 
 _PRINTED_ROWS = 256
 _FLOAT64_PCA = 1024  # dimensions beyond which the eigenvectors are computed in float32
 
-_Float32 = npt.NDArray[np.float32]
-
 
 @dataclass(frozen=True)
 class _Run:
@@ -61,7 +59,7 @@ class _Run:
         return len(self.numbers)
 
     @property
-    def numbers(self) -> _Float32:
+    def numbers(self) -> Float32:
         return self.arrays[-1]
 
     @classmethod
@@ -91,7 +89,7 @@ class ScanIndex:
     decided one by one until ``extend``. Threads may search while another extends.
     """
 
-    def __init__(self, matrix: _Float32, mean: _Float32, weight: _Float32, view: StoreView) -> None:
+    def __init__(self, matrix: Float32, mean: Float32, weight: Float32, view: StoreView) -> None:
         self.dim = len(mean)
         self.layout = view.layout
         self._matrix, self._mean, self._weight = matrix, mean, weight
@@ -171,6 +169,17 @@ class ScanIndex:
             self._check_columns(c)
         compiled = [c.compiled for c in columns]
         return self._state.compiled.threshold(view.blocks, view.squared_norms, compiled, view.alive)
+
+    def bounded_each(self, columns: list[Columns], view: StoreView) -> list[tuple[Int64, Float32, Float32]]:
+        """``candidates_each`` as (rows, low, high): float32 between which each row's cosine to the query lies.
+
+        The bounds are narrow where the query is the one gate, else -1 to 1.
+        """
+        self._check(view)
+        for c in columns:
+            self._check_columns(c)
+        compiled = [c.compiled for c in columns]
+        return self._state.compiled.threshold_bounds(view.blocks, view.squared_norms, compiled, view.alive)
 
     def top(
         self,
@@ -298,7 +307,7 @@ class ScanIndex:
         return alpha
 
 
-def _learn(view: StoreView, sample: int, seed: int, matrix: _Float32 | None) -> tuple[_Float32, _Float32, _Float32]:
+def _learn(view: StoreView, sample: int, seed: int, matrix: Float32 | None) -> tuple[Float32, Float32, Float32]:
     """Rotation, mean and weights: the principal axes of a sample, largest variance first, if there is no matrix."""
     alive = np.flatnonzero(view.alive)
     if len(alive) > sample:

@@ -260,19 +260,26 @@ class StoreView:
 
     def facts(self, rows: Iterable[int]) -> list[Fact]:
         """The facts in these rows."""
+        at = np.fromiter(rows, np.int64)
+        storage = self._storage
+        numbers = zip(
+            at.tolist(),
+            storage.positions.buffer[at].tolist(),
+            self.importance[at].tolist(),
+            self.sequence[at].tolist(),
+            strict=True,
+        )
         out = []
-        for r in rows:
-            row = int(r)
-            position = int(self._storage.positions.buffer[row])
-            source = self._storage.sources[row]
+        for row, position, importance, sequence in numbers:
+            source = storage.sources[row]
             out.append(
                 Fact(
-                    id=self._storage.ids[row],
-                    text=self._storage.texts[row],
+                    id=storage.ids[row],
+                    text=storage.texts[row],
                     source=source[1:] if source else None,
                     position=None if position == _NO_POSITION else position,
-                    importance=float(self.importance[row]),
-                    sequence=int(self.sequence[row]),
+                    importance=importance,
+                    sequence=sequence,
                 )
             )
         return out

@@ -529,19 +529,26 @@ std::pair<cdr::Rows, cdr::scan::Index> behind(const py::tuple& blocks, const Arr
   return {std::move(rows), std::move(index)};
 }
 
+template <bool bounds>
 py::list threshold(const Codes& codes, const py::tuple& blocks, const Array<double>& squared_norms,
                    const std::vector<const cdr::Columns*>& columns, const std::optional<Array<bool>>& alive) {
   const auto [rows, held] = behind(blocks, squared_norms, codes);
   for (const cdr::Columns* c : columns) expect(c && c->dim == rows.dim, "columns: expected the dimension of the rows");
   const std::uint8_t* live = reinterpret_cast<const std::uint8_t*>(optional_data(alive, rows.size(), "alive"));
   const double* norms = squared_norms.data();
-  std::vector<std::vector<std::int64_t>> found;
+  std::vector<cdr::scan::Found> found;
   {
     py::gil_scoped_release release;
-    found = cdr::scan::threshold(held, rows, norms, live, columns);
+    found = cdr::scan::threshold(held, rows, norms, live, columns, bounds);
   }
+  using ngram_binding::take;
   py::list out;
-  for (std::vector<std::int64_t>& f : found) out.append(ngram_binding::take(std::move(f)));
+  for (cdr::scan::Found& f : found) {
+    if (bounds)
+      out.append(py::make_tuple(take(std::move(f.rows)), take(std::move(f.low)), take(std::move(f.high))));
+    else
+      out.append(take(std::move(f.rows)));
+  }
   return out;
 }
 
@@ -588,10 +595,13 @@ void bind_scan(py::module_& m) {
   py::class_<sb::Codes>(m, "Codes", "Runs (three blocks of codes, numbers) of coded rows, one after the other.")
       .def(py::init<const py::object&, const py::list&, double>(), py::arg("rotation"), py::arg("runs"),
            py::arg("alpha"))
-      .def("threshold", &sb::threshold, py::arg("blocks"), py::arg("squared_norms"), py::arg("columns"),
+      .def("threshold", &sb::threshold<false>, py::arg("blocks"), py::arg("squared_norms"), py::arg("columns"),
            py::arg("alive") = py::none(),
            "For each of the columns the rows that gate_rows() finds, int64 ascending. Rows after the coded ones are "
            "decided one by one.")
+      .def("threshold_bounds", &sb::threshold<true>, py::arg("blocks"), py::arg("squared_norms"), py::arg("columns"),
+           py::arg("alive") = py::none(),
+           "The same with what the codes say of each row's relevance: (rows, low, high), float32.")
       .def("top", &sb::top, py::arg("blocks"), py::arg("squared_norms"), py::arg("columns"), py::arg("index"),
            py::arg("alive"), py::arg("importance"), py::arg("multiplier"), py::arg("ngram_overlap"),
            py::arg("penalty_cap"), py::arg("novelty_floor"), py::arg("ngram_step"), py::arg("ngram_cap"), py::arg("k"),

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <mutex>
 
 #include "pool.h"
@@ -37,6 +38,12 @@ constexpr float kLargest = 1e30f;               // a rho beyond this bounds noth
 // threshold(): rows in one unit of work, and rows that stay in the cache from one stage to the next; top(): the same.
 constexpr std::int64_t kUnit = 8192, kBlock = 512;
 constexpr std::int64_t kUnitTop = 512, kBlockTop = 64;
+// Queries from which threshold() screens them together, and the rows of a block then.
+constexpr std::size_t kTogether = 4;
+constexpr std::int64_t kBlockTogether = 256, kTile = 32;
+// |k'| <= kCoarse: two products of k' + kBias in 1 .. 127 with codes fit 16 bits.
+constexpr int kCoarse = 63, kBias = 64;
+constexpr float kUp = 1.0f + 1.0f / (1 << 18);  // for what is rounded to float32
 constexpr std::int64_t kLine = 64;
 // How many rows ahead to prefetch: enough to hide the memory, few enough not to wait for what was asked for.
 constexpr std::int64_t kScreenAhead = 128;  // codes of the first block
@@ -61,6 +68,10 @@ struct Probe {
   double step = 1, center = 0, error = 0;             // s, c0, e
   double zeta[kBlocks] = {};                          // zeta_1, zeta_2, 0
   double norm = 0;  // of the vector before it became a unit vector
+
+  // The same for the screen of many queries.
+  std::vector<std::uint8_t> coarse[2];                // k' + kBias, [block_width]
+  double coarse_step[2] = {1, 1}, coarse_eps[2] = {kInf, kInf}, coarse_most = kInf, slack = kInf;  // most: alpha |s k'|
 };
 
 // t = V'q for several unit vectors q [count, dim]; a unit of work is a range of directions.
@@ -141,7 +152,26 @@ std::vector<Probe> make_probes(const Rotation& rotation, double alpha, const Col
     }
     const double eps = std::sqrt(left) * kAbove + gamma * rotation.most_weight * rotation.frobenius;
     const double size = 1.0 + std::fabs(probe.center) + rotation.mean_norm + alpha * (std::sqrt(zz) + eps);
-    probe.error = alpha * eps * kAbove + 4.0 * (gamma + 16.0 * kUlp) * size + 1e-200;
+    double coarse_sum = 0;
+    for (int b = 0; b < 2; ++b) {
+      const std::int64_t from = block_begin(dim, b), to = block_begin(dim, b + 1);
+      probe.coarse[b].assign(static_cast<std::size_t>(block_width(dim, b)), kBias);
+      double largest = 0, coarse_left = 0;
+      for (std::int64_t i = from; i < to; ++i) largest = std::max(largest, std::fabs(z[static_cast<std::size_t>(i)]));
+      const double step = std::max(largest / kCoarse * (1.0 + 1e-12), 1e-30);
+      for (std::int64_t i = from; i < to; ++i) {
+        const double r = std::nearbyint(z[static_cast<std::size_t>(i)] / step);
+        const double e = z[static_cast<std::size_t>(i)] - step * r;
+        probe.coarse[b][static_cast<std::size_t>(i - from)] = static_cast<std::uint8_t>(kBias + static_cast<int>(r));
+        coarse_left += e * e;
+        coarse_sum += step * step * r * r;
+      }
+      probe.coarse_step[b] = step;
+      probe.coarse_eps[b] = std::sqrt(coarse_left) * kAbove + gamma * rotation.most_weight * rotation.frobenius;
+    }
+    probe.coarse_most = alpha * (std::sqrt(coarse_sum) + probe.coarse_eps[0] + probe.coarse_eps[1]) * kAbove;
+    probe.slack = 4.0 * (gamma + 16.0 * kUlp) * size + 1e-200;
+    probe.error = alpha * eps * kAbove + probe.slack;
   }
   return probes;
 }
@@ -161,6 +191,30 @@ using Refine = void (*)(const Codes& codes, int b, std::int64_t width, std::int6
 // out[c] += <codes, k_c> for c < count, k packed for it; out has room for a multiple of 4.
 using Dots = void (*)(const std::int8_t* codes, std::int64_t width, const std::int16_t* k, std::int64_t count,
                       std::int32_t* out);
+
+// The screen of many queries reads rows that stand side by side, four dimensions of 8 rows to a register.
+struct Laid {
+  std::int64_t rows = 0, widths[2] = {};
+  // [tile][width / 4][kTile][4] per block; beyond the rows zeros.
+  alignas(32) std::int8_t codes[2][kBlockTogether * 64];
+  alignas(32) std::int32_t bias[2][kBlockTogether];  // kBias times the sum of the row's codes
+  alignas(32) float scale[kBlockTogether], rho[kBlockTogether], beta[2][kBlockTogether];
+  alignas(32) float norm[2][kBlockTogether];  // of the row's codes in the block
+  std::uint32_t living[kBlockTogether / kTile];
+};
+// What the screen asks: the terms of the bound in float32.
+struct Coarse {
+  std::int32_t k[2][16];  // four dimensions each
+  float step[2], eps[2], zeta[2], below[2];
+};
+// Fills block b of the rows that are laid side by side, from codes [n, widths[b]].
+using Lay = void (*)(const std::int8_t* codes, std::int64_t n, int b, Laid& laid);
+// masks[t]: the bits of the living rows of tile t of which the bounds of stages 1 and 2 do not say that they are below.
+using Together = void (*)(const Laid& laid, const Coarse& gate, std::uint32_t* masks);
+// low[i], high[i]: the bounds of stage 3 of the row first + rows[i]; bit i % 4 of may[i / 4] is set where it is not
+// below. rows, low and high have room for a multiple of 4, rows with rows in it.
+using Whole = void (*)(const Codes& codes, const std::int64_t* widths, std::int64_t first, const std::int16_t* rows,
+                       std::int64_t n, const Probe& probe, double below, double* low, double* high, std::uint8_t* may);
 
 // Up to kGroup columns are read side by side, 16 dimensions at a time: [group][width / 16][columns of it][16].
 constexpr std::int64_t kGroup = 4;
@@ -224,6 +278,75 @@ void dots_generic(const std::int8_t* codes, std::int64_t width, const std::int16
     for (std::int64_t i = 0; i < width; i += 16)
       for (std::int64_t c = g; c < g + n; ++c, k += 16)
         for (std::int64_t l = 0; l < 16; ++l) out[c] += static_cast<std::int32_t>(codes[i + l]) * k[l];
+  }
+}
+
+// Written so that compilers turn it into vectors.
+template <std::int64_t kWidth>
+CDR_INLINE void lay_rows(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
+  for (std::int64_t i = 0; i < (n + kTile - 1) / kTile * kTile; ++i) {
+    std::int8_t* to = laid.codes[b] + i / kTile * kTile * kWidth + i % kTile * 4;
+    std::int8_t row[kWidth] = {};
+    std::int32_t sum = 0, squares = 0;
+    if (i < n) std::memcpy(row, codes + i * kWidth, kWidth);
+    for (std::int64_t d = 0; d < kWidth; ++d) sum += row[d];
+    for (std::int64_t d = 0; d < kWidth; ++d) squares += static_cast<std::int32_t>(row[d]) * row[d];
+    for (std::int64_t d = 0; d < kWidth; d += 4) std::memcpy(to + d * kTile, row + d, 4);
+    laid.bias[b][i] = kBias * sum;
+    laid.norm[b][i] = std::sqrt(static_cast<float>(squares)) * kUp;
+  }
+}
+CDR_INLINE void lay_of(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
+  if (laid.widths[b] == 64) return lay_rows<64>(codes, n, b, laid);
+  if (laid.widths[b] == 32) return lay_rows<32>(codes, n, b, laid);
+  for (std::int64_t i = 0; i < kBlockTogether; ++i) laid.bias[b][i] = 0, laid.norm[b][i] = 0.0f;
+}
+void lay_generic(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) { lay_of(codes, n, b, laid); }
+
+// Whether the bounds do not say that the row is below; dots: of the blocks up to b, with their bias.
+inline bool coarse_keeps(const Laid& laid, const Coarse& gate, int b, std::int64_t row, const std::int32_t* dots) {
+  const auto part = [&](int i) {
+    return gate.step[i] * static_cast<float>(dots[i] - laid.bias[i][row]) + gate.eps[i] * laid.norm[i][row];
+  };
+  const float sure = b ? part(0) + part(1) : part(0);
+  const float error = laid.rho[row] + gate.zeta[b] * laid.beta[b][row];
+  return !(laid.scale[row] * sure + error < gate.below[b]);
+}
+
+void together_generic(const Laid& laid, const Coarse& gate, std::uint32_t* masks) {
+  for (std::int64_t t = 0; t * kTile < laid.rows; ++t) {
+    std::uint32_t mask = laid.living[t];
+    std::int32_t dots[2][kTile] = {};
+    for (int b = 0; b < 2 && mask; ++b) {
+      const std::int64_t fours = laid.widths[b] / 4;
+      const std::int8_t* codes = laid.codes[b] + t * kTile * laid.widths[b];
+      std::uint8_t k[64];
+      std::memcpy(k, gate.k[b], sizeof k);
+      for (std::int64_t j = 0; j < fours; ++j)
+        for (std::int64_t i = 0; i < kTile; ++i, codes += 4)
+          for (int l = 0; l < 4; ++l) dots[b][i] += static_cast<std::int32_t>(k[4 * j + l]) * codes[l];
+      for (std::int64_t i = 0; i < kTile; ++i) {
+        const std::int32_t of[2] = {dots[0][i], dots[1][i]};
+        if (!coarse_keeps(laid, gate, b, t * kTile + i, of)) mask &= ~(1u << i);
+      }
+    }
+    masks[t] = mask;
+  }
+}
+
+void whole_generic(const Codes& codes, const std::int64_t* widths, std::int64_t first, const std::int16_t* rows,
+                   std::int64_t n, const Probe& probe, double below, double* low, double* high, std::uint8_t* may) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int64_t row = first + rows[i];
+    const float* numbers = codes.numbers + row * kNumbers;
+    std::int32_t dot = 0;
+    for (int b = 0; b < kBlocks; ++b)
+      dot += dot_generic(codes.blocks[b] + row * widths[b], widths[b], probe.k[b].data());
+    const double center = probe.center + probe.step * scaled(numbers, dot);
+    const double error = static_cast<double>(numbers[kRho]) + probe.error;
+    low[i] = center - error;
+    high[i] = center + error;
+    if (!(high[i] < below)) may[i / 4] = static_cast<std::uint8_t>(may[i / 4] | (1u << (i % 4)));
   }
 }
 
@@ -340,6 +463,84 @@ CDR_AVX2 void refine_avx2(const Codes& codes, int b, std::int64_t width, std::in
     const int passes = above_all(bounds, above), may = not_below(bounds, below) | passes;
     for (int r = 0; r < 4; ++r)
       says[i + r] = std::max(says[i + r], static_cast<std::uint8_t>(((may >> r) & 1) + ((passes >> r) & 1)));
+  }
+}
+
+CDR_AVX2 void lay_avx2(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) { lay_of(codes, n, b, laid); }
+
+// Adds to sums[g] the products of 8 rows each.
+CDR_AVX2 inline void together_block(const std::int8_t* codes, std::int64_t fours, const std::int32_t* k, __m256i* sums) {
+  const __m256i one = _mm256_set1_epi16(1);
+  const __m256i* c = reinterpret_cast<const __m256i*>(codes);
+  __m256i a = sums[0], b = sums[1], d = sums[2], e = sums[3];
+  for (std::int64_t j = 0; j < fours; ++j, c += 4) {
+    const __m256i x = _mm256_set1_epi32(k[j]);
+    a = _mm256_add_epi32(a, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[0])));
+    b = _mm256_add_epi32(b, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[1])));
+    d = _mm256_add_epi32(d, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[2])));
+    e = _mm256_add_epi32(e, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[3])));
+  }
+  sums[0] = a;
+  sums[1] = b;
+  sums[2] = d;
+  sums[3] = e;
+}
+
+CDR_AVX2 void together_avx2(const Laid& laid, const Coarse& gate, std::uint32_t* masks) {
+  for (std::int64_t t = 0; t * kTile < laid.rows; ++t) {
+    std::uint32_t mask = laid.living[t];
+    __m256 sure[4];
+    for (int b = 0; b < 2 && mask; ++b) {
+      __m256i sums[4];
+      for (__m256i& s : sums) s = _mm256_setzero_si256();
+      together_block(laid.codes[b] + t * kTile * laid.widths[b], laid.widths[b] / 4, gate.k[b], sums);
+      const __m256 step = _mm256_set1_ps(gate.step[b]), zeta = _mm256_set1_ps(gate.zeta[b]);
+      const __m256 below = _mm256_set1_ps(gate.below[b]), eps = _mm256_set1_ps(gate.eps[b]);
+      std::uint32_t keeps = 0;
+      for (int g = 0; g < 4; ++g) {
+        const std::int64_t at = t * kTile + 8 * g;
+        const __m256i bias = _mm256_load_si256(reinterpret_cast<const __m256i*>(laid.bias[b] + at));
+        const __m256 part = _mm256_add_ps(_mm256_mul_ps(step, _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[g], bias))),
+                                          _mm256_mul_ps(eps, _mm256_load_ps(laid.norm[b] + at)));
+        sure[g] = b ? _mm256_add_ps(sure[g], part) : part;
+        const __m256 error =
+            _mm256_add_ps(_mm256_load_ps(laid.rho + at), _mm256_mul_ps(zeta, _mm256_load_ps(laid.beta[b] + at)));
+        const __m256 most = _mm256_add_ps(_mm256_mul_ps(_mm256_load_ps(laid.scale + at), sure[g]), error);
+        keeps |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(most, below, _CMP_NLT_UQ))) << (8 * g);
+      }
+      mask &= keeps;
+    }
+    masks[t] = mask;
+  }
+}
+
+CDR_AVX2 void whole_avx2(const Codes& codes, const std::int64_t* widths, std::int64_t first, const std::int16_t* rows,
+                         std::int64_t n, const Probe& probe, double below, double* low, double* high,
+                         std::uint8_t* may) {
+  const float* all = codes.numbers + first * kNumbers;
+  for (std::int64_t i = 0; i < n; i += 4) {
+    const std::int64_t r0 = rows[i], r1 = rows[i + 1], r2 = rows[i + 2], r3 = rows[i + 3];
+    __m256i s0 = _mm256_setzero_si256(), s1 = s0, s2 = s0, s3 = s0;
+    for (int b = 0; b < kBlocks; ++b) {
+      const std::int64_t width = widths[b];
+      const std::int8_t* block = codes.blocks[b] + first * width;
+      const std::int16_t* k = probe.k[b].data();
+      const std::int8_t *p0 = block + r0 * width, *p1 = block + r1 * width, *p2 = block + r2 * width,
+                        *p3 = block + r3 * width;
+      for (std::int64_t j = 0; j < width; j += 16) {
+        const __m256i q = load(k + j);
+        s0 = _mm256_add_epi32(s0, _mm256_madd_epi16(codes16(p0 + j), q));
+        s1 = _mm256_add_epi32(s1, _mm256_madd_epi16(codes16(p1 + j), q));
+        s2 = _mm256_add_epi32(s2, _mm256_madd_epi16(codes16(p2 + j), q));
+        s3 = _mm256_add_epi32(s3, _mm256_madd_epi16(codes16(p3 + j), q));
+      }
+    }
+    const Numbers4 x =
+        numbers4(all + r0 * kNumbers, all + r1 * kNumbers, all + r2 * kNumbers, all + r3 * kNumbers);
+    const Bounds4 bounds = bounds4(probe, kBlocks - 1, sums4(s0, s1, s2, s3), x);
+    _mm256_storeu_pd(low + i, _mm256_sub_pd(bounds.center, bounds.error));
+    _mm256_storeu_pd(high + i, _mm256_add_pd(bounds.center, bounds.error));
+    may[i / 4] = static_cast<std::uint8_t>(may[i / 4] | not_below(bounds, below));
   }
 }
 
@@ -476,6 +677,27 @@ Refine refine() {
   return refine_generic;
 }
 
+Lay lay() {
+#if CDR_X86
+  if (fast()) return lay_avx2;
+#endif
+  return lay_generic;
+}
+
+Together together() {
+#if CDR_X86
+  if (fast()) return together_avx2;
+#endif
+  return together_generic;
+}
+
+Whole whole() {
+#if CDR_X86
+  if (fast()) return whole_avx2;
+#endif
+  return whole_generic;
+}
+
 Dots dots() {
 #if CDR_X86
   if (fast()) return dots_avx2;
@@ -488,6 +710,25 @@ Dots dots() {
 struct Gate {
   Probe probe;
   double below, above;  // q.u under the one fails, at or above the other passes
+
+  // What the screen of many queries asks.
+  Coarse coarse() const {
+    Coarse out;
+    std::memset(&out, 0, sizeof out);
+    for (int b = 0; b < 2; ++b) {
+      if (!probe.coarse[b].empty()) std::memcpy(out.k[b], probe.coarse[b].data(), probe.coarse[b].size());
+      out.step[b] = probe.coarse_step[b] < 1e15 ? static_cast<float>(probe.coarse_step[b]) : 1.0f;
+      out.zeta[b] = round_up(probe.zeta[b]);
+      out.eps[b] = round_up(probe.coarse_eps[b]);
+      const double most = 2.0 * probe.coarse_most, limit = below - probe.center - probe.slack;
+      const double lower = limit - std::ldexp(std::fabs(limit) + most + 1e-20, -18);
+      out.below[b] = -round_up(-lower);
+      // Beyond these the roundings are other ones: keep every row.
+      const bool fits = most < 1e15 && std::fabs(lower) < 1e30 && probe.coarse_step[b] < 1e15;
+      if (!fits) out.below[b] = -std::numeric_limits<float>::infinity();
+    }
+    return out;
+  }
 };
 
 // What one set of columns asks of the scan.
@@ -495,6 +736,7 @@ struct Request {
   Scorer scorer;
   std::vector<Gate> gates;
   bool open = false;  // every row passes
+  bool tells = false;  // the one gate is on the query's cosine
 
   Request(const Index& index, const Rows& rows, const Columns& columns) : scorer(rows, columns) {
     std::vector<std::int64_t> wanted;
@@ -515,6 +757,7 @@ struct Request {
       const double off = 16.0 * kUlp * (std::fabs(columns.gate[j]) + std::fabs(columns.shift[j])) / scale + 16.0 * kUlp;
       gates.push_back({std::move(probes[i]), gate - off, gate + off});
     }
+    tells = wanted.size() == 1 && wanted[0] == 0 && !flip[0];
   }
 };
 
@@ -536,12 +779,32 @@ constexpr BitsOf4 kBitsOf4[16] = {
 struct Loops {
   Screen screen;
   Refine refine;
+  Lay lay;
+  Together together;
+  Whole whole;
 };
+
+inline int lowest_bit(std::uint32_t mask) {
+#if defined(__GNUC__) || defined(__clang__)
+  return __builtin_ctz(mask);
+#else
+  int i = 0;
+  for (; !(mask & 1u); mask >>= 1) ++i;
+  return i;
+#endif
+}
+
+// What the bounds say of a relevance, which is in -1 .. 1: a float is off by no more than 2^-25 of it.
+inline void tell(Found& found, double low, double high) {
+  found.low.push_back(low > -1.0 ? static_cast<float>(std::min(low, 1.0) - 1e-7) : -1.0f);
+  found.high.push_back(high < 1.0 ? static_cast<float>(std::max(high, -1.0) + 1e-7) : 1.0f);
+}
 
 // The rows first .. first + n, n <= kBlock, which are the codes at `at` and on. dots: [gates, kBlock].
 void scan_block(const Index& index, const Place& at, std::int64_t n, std::int64_t first, const Request& request,
                 const Rows& rows, const double* squared_norms, const std::uint8_t* alive, const Loops& loops,
-                std::int32_t* dots, std::vector<std::int64_t>& found) {
+                bool bounds, std::int32_t* dots, Found& found) {
+  const bool tells = bounds && request.tells;
   const std::int64_t dim = index.rotation.dim;
   const std::int64_t row_bytes = rows.dim * static_cast<std::int64_t>(size_of(rows.dtype));
   const Codes& codes = *at.codes;
@@ -573,7 +836,9 @@ void scan_block(const Index& index, const Place& at, std::int64_t n, std::int64_
     for (std::int64_t i = size; i % 4; ++i) list[i] = list[size - 1];
     for (std::size_t g = 0; g < request.gates.size(); ++g) {
       const Gate& gate = request.gates[g];
-      loops.refine(codes, b, block_width(dim, b), at.row, list, size, gate.probe, gate.below, gate.above,
+      // Bounds are told of stage 3.
+      loops.refine(codes, b, block_width(dim, b), at.row, list, size, gate.probe, gate.below,
+                   tells && b + 1 < kBlocks ? kInf : gate.above,
                    dots + static_cast<std::int64_t>(g) * kBlock, out);
     }
   };
@@ -601,8 +866,157 @@ void scan_block(const Index& index, const Place& at, std::int64_t n, std::int64_
     passing[kept] = first + left[c];
     kept += says[c] == kPasses;
   }
-  found.insert(found.end(), passing, passing + kept);
+  found.rows.insert(found.rows.end(), passing, passing + kept);
+  if (!bounds) return;
+  for (std::int64_t i = 0; i < kept; ++i) {
+    if (!tells) {
+      tell(found, -1.0, 1.0);
+      continue;
+    }
+    const Probe& probe = request.gates[0].probe;
+    const float* numbers = codes.numbers + (at.row + passing[i] - first) * kNumbers;
+    const double center = probe.center + probe.step * scaled(numbers, dots[passing[i] - first]);
+    const double error = static_cast<double>(numbers[kRho]) + probe.error;
+    tell(found, center - error, center + error);
+  }
 }
+
+// The same for many requests at once, n <= kBlockTogether: first the screen with all of them, the codes side by side;
+// then stage 3 for what it keeps of each; then the stored rows that are left of all.
+class TogetherScan {
+ public:
+  TogetherScan(const Index& index, const Rows& rows, const double* squared_norms, const std::uint8_t* alive,
+               const std::vector<Request>& requests, const std::vector<Coarse>& coarse, const Loops& loops, bool bounds)
+      : index_(index), rows_(rows), squared_norms_(squared_norms), alive_(alive), requests_(requests), coarse_(coarse),
+        loops_(loops), bounds_(bounds), laid_(new Laid()) {
+    for (int b = 0; b < kBlocks; ++b) widths_[b] = block_width(index.rotation.dim, b);
+    for (int b = 0; b < 2; ++b) laid_->widths[b] = widths_[b];
+    std::size_t most = 0;
+    for (const Request& request : requests) most = std::max(most, request.gates.size());
+    bounds_of_.resize(2 * most * kStride);
+  }
+
+  // found: one per request; nothing is added for the open ones.
+  void scan(const Place& at, std::int64_t n, std::int64_t first, Found* found) {
+    lay(at, n, first);
+    left_.clear();
+    unsure_.clear();
+    const std::int64_t tiles = (n + kTile - 1) / kTile;
+    std::uint32_t masks[kBlockTogether / kTile], of_gate[kBlockTogether / kTile];
+    std::int16_t list[kStride], open[kStride];
+    std::uint8_t may[kStride / 4];
+    double *low = bounds_of_.data(), *high = low + bounds_of_.size() / 2;
+    const Coarse* coarse = coarse_.data();
+    for (std::size_t s = 0; s < requests_.size(); ++s) {
+      const Request& request = requests_[s];
+      if (request.open) continue;
+      fetch_next(at, n, s);
+      std::fill_n(masks, tiles, 0u);
+      for (std::size_t g = 0; g < request.gates.size(); ++g) {
+        loops_.together(*laid_, *coarse++, of_gate);
+        for (std::int64_t t = 0; t < tiles; ++t) masks[t] |= of_gate[t];
+      }
+      std::int64_t count = 0;
+      for (std::int64_t t = 0; t < tiles; ++t)
+        for (std::uint32_t mask = masks[t]; mask; mask &= mask - 1)
+          list[count++] = static_cast<std::int16_t>(t * kTile + lowest_bit(mask));
+      if (!count) continue;
+      for (std::int64_t i = count; i % 4; ++i) list[i] = list[count - 1];
+      std::fill_n(may, (count + 3) / 4, std::uint8_t{0});
+      for (std::size_t g = 0; g < request.gates.size(); ++g)
+        loops_.whole(*at.codes, widths_, at.row, list, count, request.gates[g].probe, request.gates[g].below,
+                     low + g * kStride, high + g * kStride, may);
+      if (count % 4) may[count / 4] = static_cast<std::uint8_t>(may[count / 4] & ((1u << (count % 4)) - 1));
+      std::int64_t rest = 0;
+      for (std::int64_t i = 0; i < count; i += 4) {
+        const BitsOf4& set = kBitsOf4[may[i / 4]];
+        for (int j = 0; j < 4; ++j) open[rest + j] = static_cast<std::int16_t>(i + set.at[j]);
+        rest += set.count;
+      }
+      for (std::int64_t o = 0; o < rest; ++o) {
+        const std::size_t i = static_cast<std::size_t>(open[o]);
+        bool passes = false;
+        for (std::size_t g = 0; g < request.gates.size(); ++g)
+          passes = passes || low[g * kStride + i] >= request.gates[g].above;
+        if (!passes) unsure_.push_back(left_.size());
+        left_.push_back({list[i], passes, static_cast<std::uint32_t>(s), low[i], high[i]});
+      }
+    }
+    const std::int64_t row_bytes = rows_.dim * static_cast<std::int64_t>(size_of(rows_.dtype));
+    const std::size_t ahead = static_cast<std::size_t>(kRowsAhead), rest = unsure_.size();
+    const auto stored = [&](std::size_t i) { return rows_.at(first + left_[unsure_[i]].row); };
+    for (std::size_t i = 0; i < std::min(rest, ahead); ++i) prefetch(stored(i), row_bytes);
+    for (std::size_t i = 0; i < rest; ++i) {
+      if (i + ahead < rest) prefetch(stored(i + ahead), row_bytes);
+      Left& left = left_[unsure_[i]];
+      const bool passes = requests_[left.request].scorer.passes(stored(i), squared_norms_[first + left.row]);
+      left.passes = passes;
+    }
+    for (const Left& left : left_) {
+      if (!left.passes) continue;
+      Found& to = found[left.request];
+      to.rows.push_back(first + left.row);
+      if (!bounds_) continue;
+      if (requests_[left.request].tells)
+        tell(to, left.low, left.high);
+      else
+        tell(to, -1.0, 1.0);
+    }
+  }
+
+ private:
+  struct Left {
+    std::int16_t row;
+    bool passes;
+    std::uint32_t request;
+    double low, high;
+  };
+  static constexpr std::size_t kStride = kBlockTogether + 4;
+
+  // A share of the codes that come next, while those of this block are worked on.
+  void fetch_next(const Place& at, std::int64_t n, std::size_t s) {
+    const std::int64_t share = std::min(kBlockTogether, at.codes->rows - at.row - n);
+    const std::int64_t count = static_cast<std::int64_t>(requests_.size()), i = static_cast<std::int64_t>(s);
+    const std::int64_t from = at.row + n + share * i / count, rows = share * (i + 1) / count - share * i / count;
+    for (int b = 0; b < kBlocks; ++b) prefetch(at.codes->blocks[b] + from * widths_[b], rows * widths_[b]);
+    prefetch(at.codes->numbers + from * kNumbers, rows * kNumbers * static_cast<std::int64_t>(sizeof(float)));
+  }
+
+  void lay(const Place& at, std::int64_t n, std::int64_t first) {
+    Laid& laid = *laid_;
+    laid.rows = n;
+    const std::int64_t padded = (n + kTile - 1) / kTile * kTile;
+    for (int b = 0; b < 2; ++b) loops_.lay(at.codes->blocks[b] + at.row * widths_[b], n, b, laid);
+    const float* numbers = at.codes->numbers + at.row * kNumbers;
+    for (std::int64_t i = 0; i < padded; ++i) {
+      const float* x = i < n ? numbers + i * kNumbers : numbers;
+      laid.scale[i] = x[kScale];
+      laid.rho[i] = x[kRho] * kUp;
+      laid.beta[0][i] = x[kBeta1] * kUp;
+      laid.beta[1][i] = x[kBeta2] * kUp;
+    }
+    for (std::int64_t t = 0; t * kTile < n; ++t) {
+      std::uint32_t mask = 0;
+      for (std::int64_t i = 0; i < std::min(kTile, n - t * kTile); ++i)
+        if (!alive_ || alive_[first + t * kTile + i]) mask |= 1u << i;
+      laid.living[t] = mask;
+    }
+  }
+
+  const Index& index_;
+  const Rows& rows_;
+  const double* squared_norms_;
+  const std::uint8_t* alive_;
+  const std::vector<Request>& requests_;
+  const std::vector<Coarse>& coarse_;
+  const Loops& loops_;
+  const bool bounds_;
+  std::int64_t widths_[kBlocks];
+  std::unique_ptr<Laid> laid_;
+  std::vector<Left> left_;
+  std::vector<std::size_t> unsure_;
+  std::vector<double> bounds_of_;  // low [gates, kStride], then high
+};
 
 // ---- top ----
 
@@ -916,15 +1330,16 @@ void measure(const Rows& rows, const double* squared_norms, std::int64_t first, 
   });
 }
 
-std::vector<std::vector<std::int64_t>> threshold(const Index& index, const Rows& rows, const double* squared_norms,
-                                                 const std::uint8_t* alive,
-                                                 const std::vector<const Columns*>& columns) {
+std::vector<Found> threshold(const Index& index, const Rows& rows, const double* squared_norms,
+                             const std::uint8_t* alive, const std::vector<const Columns*>& columns, bool bounds) {
   std::vector<Request> requests;
   requests.reserve(columns.size());
   std::size_t most_gates = 0;
+  std::vector<Coarse> coarse;
   for (const Columns* c : columns) {
     requests.emplace_back(index, rows, *c);
     most_gates = std::max(most_gates, requests.back().gates.size());
+    for (const Gate& gate : requests.back().gates) coarse.push_back(gate.coarse());
   }
   // Units never cross from one run of codes to the next, nor into the tail.
   struct Unit {
@@ -943,36 +1358,49 @@ std::vector<std::vector<std::int64_t>> threshold(const Index& index, const Rows&
   }
   cut(nullptr, first, rows.size() - first);
 
-  const Loops loops{screen(), refine()};
+  const Loops loops{screen(), refine(), lay(), together(), whole()};
   const std::size_t sets = requests.size();
-  std::vector<std::vector<std::int64_t>> parts(work.size() * sets);
+  const bool many = coarse.size() >= kTogether;
+  const std::int64_t block = many ? kBlockTogether : kBlock;
+  std::vector<Found> parts(work.size() * sets);
   parallel_for(work.size(), [&](std::size_t u) {
     const Unit& unit = work[u];
-    std::vector<std::int32_t> dots1(most_gates * static_cast<std::size_t>(kBlock));
-    for (std::int64_t at = 0; at < unit.rows; at += kBlock) {
-      const std::int64_t size = std::min(kBlock, unit.rows - at);
+    std::vector<std::int32_t> dots1(many ? 0 : most_gates * static_cast<std::size_t>(kBlock));
+    TogetherScan all(index, rows, squared_norms, alive, requests, coarse, loops, bounds);
+    for (std::int64_t at = 0; at < unit.rows; at += block) {
+      const std::int64_t size = std::min(block, unit.rows - at);
+      const Place place{unit.at.codes, unit.at.row + at};
+      const bool together_here = many && place.codes;
+      if (together_here) all.scan(place, size, unit.first + at, parts.data() + u * sets);
       for (std::size_t s = 0; s < sets; ++s) {
         const Request& request = requests[s];
-        std::vector<std::int64_t>& found = parts[u * sets + s];
-        if (unit.at.codes && !request.open) {
-          scan_block(index, {unit.at.codes, unit.at.row + at}, size, unit.first + at, request, rows, squared_norms,
-                     alive, loops, dots1.data(), found);
+        Found& found = parts[u * sets + s];
+        if (place.codes && !request.open) {
+          if (!together_here)
+            scan_block(index, place, size, unit.first + at, request, rows, squared_norms, alive, loops, bounds,
+                       dots1.data(), found);
           continue;
         }
         for (std::int64_t row = unit.first + at; row < unit.first + at + size; ++row)
-          if ((!alive || alive[row]) && (request.open || request.scorer.passes(rows.at(row), squared_norms[row])))
-            found.push_back(row);
+          if ((!alive || alive[row]) && (request.open || request.scorer.passes(rows.at(row), squared_norms[row]))) {
+            found.rows.push_back(row);
+            if (bounds) tell(found, -1.0, 1.0);
+          }
       }
     }
   });
-  std::vector<std::vector<std::int64_t>> out(sets);
+  std::vector<Found> out(sets);
   for (std::size_t s = 0; s < sets; ++s) {
     std::size_t total = 0;
-    for (std::size_t u = 0; u < work.size(); ++u) total += parts[u * sets + s].size();
-    out[s].reserve(total);
+    for (std::size_t u = 0; u < work.size(); ++u) total += parts[u * sets + s].rows.size();
+    out[s].rows.reserve(total);
+    out[s].low.reserve(bounds ? total : 0);
+    out[s].high.reserve(bounds ? total : 0);
     for (std::size_t u = 0; u < work.size(); ++u) {
-      std::vector<std::int64_t>& part = parts[u * sets + s];
-      out[s].insert(out[s].end(), part.begin(), part.end());
+      const Found& part = parts[u * sets + s];
+      out[s].rows.insert(out[s].rows.end(), part.rows.begin(), part.rows.end());
+      out[s].low.insert(out[s].low.end(), part.low.begin(), part.low.end());
+      out[s].high.insert(out[s].high.end(), part.high.begin(), part.high.end());
     }
   }
   return out;

@@ -21,6 +21,9 @@
 //   stage 3:          q.u = c0 + s r <c, k> +- (rho + e).
 // Stage 1 only rejects; stages 2 and 3 reject or accept; then the stored row is asked.
 //
+// Many queries at once (a screen of them together, then stage 3): the bounds of stages 1 and 2 with integers k' of 7
+// bits, a step s_b for each block b, eps_b >= |z_b - s_b k'_b|, and sum r |c_b| eps_b in place of alpha eps.
+//
 // Rounding. The integer sums are exact: s is chosen so that 127 sum |k| < 2^31. All else is float64:
 //   - u, d, |u - d|: at most (D + 16) 2^-52 (1 + |m| + F W alpha) per row, F the Frobenius norm of V (it bounds
 //     the norm of |V|) and W the largest weight; measure() adds that and 1e-10 to rho;
@@ -29,6 +32,8 @@
 //     of rho + beta zeta, which are stored 1e-12 (relative) too large for this;
 //   - the number that the exact routine computes is off by (D + 8) 2^-52 from q.u, plus 1e-200 for underflow.
 //   The third and the fourth are the slack, taken four times as large as needed.
+//   - the screen of many queries compares in float32, ten operations: off by at most 10 2^-24 of rho + beta zeta, of
+//     alpha |s k'| and alpha eps, and of the gate. The first is taken 2^-18 larger, the gate lower by 2^-18 of the rest.
 // A gate on scale * q.u + shift is put on q.u, -q for a negative scale, and widened by the rounding of both sides.
 #pragma once
 
@@ -97,11 +102,16 @@ struct Index {
   }
 };
 
-// For each of the columns, the rows that are alive and pass a gate of theirs, ascending: what gate_rows() finds.
-// Rows that have no codes (those after the index) are decided by the exact routine. alive: null = all.
-std::vector<std::vector<std::int64_t>> threshold(const Index& index, const Rows& rows, const double* squared_norms,
-                                                 const std::uint8_t* alive,
-                                                 const std::vector<const Columns*>& columns);
+struct Found {
+  std::vector<std::int64_t> rows;  // ascending
+  std::vector<float> low, high;    // between which the row's relevance lies, where asked for
+};
+
+// For each of the columns, the rows that are alive and pass a gate of theirs: what gate_rows() finds. Rows that have no
+// codes (those after the index) are decided by the exact routine. alive: null = all. bounds: whether to say what is
+// known of cos(query, row) too; it is what the codes say where the query is the one gate, else -1 to 1.
+std::vector<Found> threshold(const Index& index, const Rows& rows, const double* squared_norms,
+                             const std::uint8_t* alive, const std::vector<const Columns*>& columns, bool bounds);
 
 // Positions in candidates (null: rows, those alive), ascending, among which are the k best by score_rows() and
 // whatever ties with them. factors: one entry per candidate.
