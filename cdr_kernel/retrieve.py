@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +22,7 @@ from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache
 from cdr_kernel.scan import ScanIndex
-from cdr_kernel.score import cdr_score, check_k
+from cdr_kernel.score import best_first, check_k
 from cdr_kernel.store import FactStore, StoreView
 
 KINDS = ("scan", "flat", "hnsw", "ivf")
@@ -38,11 +39,17 @@ _FLOAT64_EPS = float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """What a search found: rows int64 [M] of view (ascending; with k: best first) and relevance float64 [M]."""
+    """What a search found: rows int64 [M] of view, ascending or, with k, nearest first."""
 
     rows: Int64
-    relevance: Float64
     view: StoreView
+    columns: Columns = field(repr=False)
+
+    @cached_property
+    def relevance(self) -> Float64:
+        """Cosine of each row to the query, float64 [M]; computed when it is first asked for."""
+        view = self.view
+        return _C.column_values(view.blocks, view.squared_norms, self.columns.compiled, self.rows)[:, 0]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -98,10 +105,10 @@ class Retriever:
         check_k(k)
         columns = Columns.spec(query, min_relevance=min_relevance)
         view = self.store.view()
-        rows = self.candidates(columns, view)
-        scores = cdr_score(view.blocks, columns, rows=rows, squared_norms=view.squared_norms)
-        order = np.lexsort((scores.rows, -scores.relevance))[:k] if k is not None else slice(None)
-        return Candidates(scores.rows[order], scores.relevance[order], view)
+        found = Candidates(self.candidates(columns, view), view, columns)
+        if k is None:
+            return found
+        return replace(found, rows=found.rows[best_first(found.relevance, found.rows, k)])
 
     def candidates(self, columns: Columns, view: StoreView) -> Int64:
         """Rows of the view, ascending, that are alive and pass a gate (approximate kinds may miss some).
