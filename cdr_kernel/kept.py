@@ -31,10 +31,10 @@ _ULP = float(np.finfo(np.float64).eps)
 class KeptRows:
     """The rows int64 [M], ascending, that passed a question's gates among the first ``upto`` rows of a layout.
 
-    Good for views from ``version`` on: rows removed before it are missing, rows removed later are still in it. values:
-    float64 [M, 1 + S], the cosines to the query and to each of ``vectors`` [S, D], or None as long as no window has
-    asked for them. low, high: float32 [M], between which the cosines to the query lie, where the scan told. overlap:
-    int32, n-gram counts of the first rows as of ``generation`` of the session's guard.
+    Good for views from ``version`` on: rows removed before it are missing, rows removed later are still in it.
+    values: float64 [M, 1 + S], the cosines to the query and to each of ``vectors`` [S, D], or None as long as no
+    window has asked for them. low, high: float32, between which the cosines to the query lie, where the scan told.
+    overlap: int32, n-gram counts of the first rows as of ``generation`` of the session's guard.
     """
 
     question: bytes

@@ -40,7 +40,7 @@ constexpr std::int64_t kUnit = 8192, kBlock = 512;
 constexpr std::int64_t kUnitTop = 512, kBlockTop = 64;
 // Queries from which threshold() screens them together, and the rows of a block then.
 constexpr std::size_t kTogether = 4;
-constexpr std::int64_t kBlockTogether = 256, kTile = 32;
+constexpr std::int64_t kBlockTogether = 512, kTile = 32;
 // |k'| <= kCoarse: two products of k' + kBias in 1 .. 127 with codes fit 16 bits.
 constexpr int kCoarse = 63, kBias = 64;
 constexpr float kUp = 1.0f + 1.0f / (1 << 18);  // for what is rounded to float32
@@ -281,27 +281,21 @@ void dots_generic(const std::int8_t* codes, std::int64_t width, const std::int16
   }
 }
 
-// Written so that compilers turn it into vectors.
-template <std::int64_t kWidth>
-CDR_INLINE void lay_rows(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
-  for (std::int64_t i = 0; i < (n + kTile - 1) / kTile * kTile; ++i) {
-    std::int8_t* to = laid.codes[b] + i / kTile * kTile * kWidth + i % kTile * 4;
-    std::int8_t row[kWidth] = {};
+void lay_generic(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
+  const std::int64_t width = laid.widths[b];
+  for (std::int64_t i = 0; i < (n + kTile - 1) / kTile * kTile; ++i, codes += width) {
+    std::int8_t* to = laid.codes[b] + i / kTile * kTile * width + i % kTile * 4;
     std::int32_t sum = 0, squares = 0;
-    if (i < n) std::memcpy(row, codes + i * kWidth, kWidth);
-    for (std::int64_t d = 0; d < kWidth; ++d) sum += row[d];
-    for (std::int64_t d = 0; d < kWidth; ++d) squares += static_cast<std::int32_t>(row[d]) * row[d];
-    for (std::int64_t d = 0; d < kWidth; d += 4) std::memcpy(to + d * kTile, row + d, 4);
+    for (std::int64_t d = 0; d < width; ++d) {
+      const std::int8_t c = i < n ? codes[d] : std::int8_t{0};
+      to[d / 4 * kTile * 4 + d % 4] = c;
+      sum += c;
+      squares += c * c;
+    }
     laid.bias[b][i] = kBias * sum;
     laid.norm[b][i] = std::sqrt(static_cast<float>(squares)) * kUp;
   }
 }
-CDR_INLINE void lay_of(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
-  if (laid.widths[b] == 64) return lay_rows<64>(codes, n, b, laid);
-  if (laid.widths[b] == 32) return lay_rows<32>(codes, n, b, laid);
-  for (std::int64_t i = 0; i < kBlockTogether; ++i) laid.bias[b][i] = 0, laid.norm[b][i] = 0.0f;
-}
-void lay_generic(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) { lay_of(codes, n, b, laid); }
 
 // Whether the bounds do not say that the row is below; dots: of the blocks up to b, with their bias.
 inline bool coarse_keeps(const Laid& laid, const Coarse& gate, int b, std::int64_t row, const std::int32_t* dots) {
@@ -466,10 +460,51 @@ CDR_AVX2 void refine_avx2(const Codes& codes, int b, std::int64_t width, std::in
   }
 }
 
-CDR_AVX2 void lay_avx2(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) { lay_of(codes, n, b, laid); }
+CDR_AVX2 void lay_avx2(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
+  const std::int64_t width = laid.widths[b];
+  const __m256i one = _mm256_set1_epi16(1), ones = _mm256_set1_epi8(1);
+  alignas(32) std::int8_t padded[8 * 64] = {};
+  for (std::int64_t i = 0; i < (n + kTile - 1) / kTile * kTile; i += 8, codes += 8 * width) {
+    const std::int8_t* from = codes;
+    if (i + 8 > n) {
+      std::memset(padded, 0, sizeof padded);
+      if (i < n) std::memcpy(padded, codes, static_cast<std::size_t>((n - i) * width));
+      from = padded;
+    }
+    __m256i* to = reinterpret_cast<__m256i*>(laid.codes[b] + i / kTile * kTile * width + i % kTile * 4);
+    __m256i sum = _mm256_setzero_si256(), squares = sum;
+    for (std::int64_t d = 0; d < width; d += 32, to += kTile) {  // 8 x 8 fours of codes turned about
+      __m256i r[8], t[8];
+      for (int j = 0; j < 8; ++j) r[j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + j * width + d));
+      for (int j = 0; j < 8; j += 2) {
+        t[j] = _mm256_unpacklo_epi32(r[j], r[j + 1]);
+        t[j + 1] = _mm256_unpackhi_epi32(r[j], r[j + 1]);
+      }
+      for (int j = 0; j < 8; j += 4) {
+        r[j] = _mm256_unpacklo_epi64(t[j], t[j + 2]);
+        r[j + 1] = _mm256_unpackhi_epi64(t[j], t[j + 2]);
+        r[j + 2] = _mm256_unpacklo_epi64(t[j + 1], t[j + 3]);
+        r[j + 3] = _mm256_unpackhi_epi64(t[j + 1], t[j + 3]);
+      }
+      for (int j = 0; j < 4; ++j) {
+        t[j] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
+        t[j + 4] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
+      }
+      for (int j = 0; j < 8; ++j) {
+        _mm256_store_si256(to + j * (kTile / 8), t[j]);
+        const __m256i a = _mm256_abs_epi8(t[j]);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(one, _mm256_maddubs_epi16(ones, t[j])));
+        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(one, _mm256_maddubs_epi16(a, a)));
+      }
+    }
+    _mm256_store_si256(reinterpret_cast<__m256i*>(laid.bias[b] + i), _mm256_mullo_epi32(sum, _mm256_set1_epi32(kBias)));
+    _mm256_store_ps(laid.norm[b] + i, _mm256_mul_ps(_mm256_sqrt_ps(_mm256_cvtepi32_ps(squares)), _mm256_set1_ps(kUp)));
+  }
+}
 
 // Adds to sums[g] the products of 8 rows each.
-CDR_AVX2 inline void together_block(const std::int8_t* codes, std::int64_t fours, const std::int32_t* k, __m256i* sums) {
+CDR_AVX2 inline void together_block(const std::int8_t* codes, std::int64_t fours, const std::int32_t* k,
+                                    __m256i* sums) {
   const __m256i one = _mm256_set1_epi16(1);
   const __m256i* c = reinterpret_cast<const __m256i*>(codes);
   __m256i a = sums[0], b = sums[1], d = sums[2], e = sums[3];
@@ -784,16 +819,6 @@ struct Loops {
   Whole whole;
 };
 
-inline int lowest_bit(std::uint32_t mask) {
-#if defined(__GNUC__) || defined(__clang__)
-  return __builtin_ctz(mask);
-#else
-  int i = 0;
-  for (; !(mask & 1u); mask >>= 1) ++i;
-  return i;
-#endif
-}
-
 // What the bounds say of a relevance, which is in -1 .. 1: a float is off by no more than 2^-25 of it.
 inline void tell(Found& found, double low, double high) {
   found.low.push_back(low > -1.0 ? static_cast<float>(std::min(low, 1.0) - 1e-7) : -1.0f);
@@ -918,8 +943,11 @@ class TogetherScan {
       }
       std::int64_t count = 0;
       for (std::int64_t t = 0; t < tiles; ++t)
-        for (std::uint32_t mask = masks[t]; mask; mask &= mask - 1)
-          list[count++] = static_cast<std::int16_t>(t * kTile + lowest_bit(mask));
+        for (std::int64_t i = 0; i < kTile; i += 4) {
+          const BitsOf4& set = kBitsOf4[masks[t] >> i & 15u];
+          for (int j = 0; j < 4; ++j) list[count + j] = static_cast<std::int16_t>(t * kTile + i + set.at[j]);
+          count += set.count;
+        }
       if (!count) continue;
       for (std::int64_t i = count; i % 4; ++i) list[i] = list[count - 1];
       std::fill_n(may, (count + 3) / 4, std::uint8_t{0});

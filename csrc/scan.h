@@ -33,7 +33,7 @@
 //   - the number that the exact routine computes is off by (D + 8) 2^-52 from q.u, plus 1e-200 for underflow.
 //   The third and the fourth are the slack, taken four times as large as needed.
 //   - the screen of many queries compares in float32, ten operations: off by at most 10 2^-24 of rho + beta zeta, of
-//     alpha |s k'| and alpha eps, and of the gate. The first is taken 2^-18 larger, the gate lower by 2^-18 of the rest.
+//     alpha |s k'| and alpha eps, and of the gate. The first is taken 2^-18 larger, the gate that of the rest lower.
 // A gate on scale * q.u + shift is put on q.u, -q for a negative scale, and widened by the rounding of both sides.
 #pragma once
 

@@ -232,3 +232,20 @@ def test_a_view_with_fewer_rows_is_served_from_the_front():
     assert kept.rows.tolist() == retriever.candidates(columns, old).tolist()
     assert len(kept.values) == len(kept.rows)
     same(cdr_rank(query, retriever, session), whole)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_bounds_of_a_scan_choose_the_best(guarded):
+    store, session, query, r = world(3000, min_relevance=-0.2)
+    retriever = Retriever(store)
+    retriever.prepare()
+    if guarded:
+        words = " ".join(fact.text for fact in store.view().facts(range(40)))
+        session.update(WindowReport(0.1, ()), words, embedding_model="m1")
+    multiplier = r.choice([0.0, 0.5, 1.0, 3.0], len(store))
+    queries = [query + 0.5 * r.standard_normal(12) for _ in range(6)]
+    for asked in (queries[:1], queries):
+        for k in (1, 5, 200):
+            batch = rank_many(asked, retriever, [session] * len(asked), k=k, multiplier=multiplier)
+            for q, ranking in zip(asked, batch, strict=True):
+                same(ranking, cdr_rank(q, Retriever(store), session, k=k, multiplier=multiplier))

@@ -497,3 +497,46 @@ def test_read_pass_reads_every_word():
     for level in _C.simd_levels():
         _C.set_simd(level)
         assert _C.read_pass((a[:400], a[400:])) == words
+
+
+@pytest.mark.parametrize("dim", [3, 40, 70, 200])
+@pytest.mark.parametrize("kind", ["clustered", "last", "huge", "tiny"])
+@pytest.mark.parametrize("batch", [1, 2, 5, 64])
+def test_a_batch_finds_what_each_finds(batch, kind, dim):
+    r = np.random.default_rng(batch)
+    x = make_rows(kind, 1500, dim, r, r.standard_normal(dim))
+    store = FactStore(dim, embedding_model="m1")
+    store.add([f"f{i}" for i in range(1300)], [""] * 1300, x[:1300])
+    index = ScanIndex.build(store.view())
+    store.add([f"f{i}" for i in range(1300, 1500)], [""] * 200, x[1300:])
+    store.remove([f"f{i}" for i in np.flatnonzero(r.random(1500) < 0.1)])
+    view = store.view()
+    several = [make_columns(r, dim, 1 + i % 3, residuals=i % 4, settings_off=i % 2 == 1, like=x) for i in range(batch)]
+    several[0] = Columns.spec(x[7] + 0.1 * r.standard_normal(dim), min_relevance=float(r.choice([-np.inf, 0.0, 0.4])))
+    several[-1] = at_an_occurring_value(r, view, Columns.spec(x[9], min_relevance=0.3))
+    expected = [exact(view, c) for c in several]
+    relevance = [_C.column_values(view.blocks, view.squared_norms, c.compiled, e)[:, 0]
+                 for c, e in zip(several, expected, strict=True)]  # fmt: skip
+    for level in _C.simd_levels():
+        _C.set_simd(level)
+        for threads in (1, 2, 7):
+            _C.set_threads(threads)
+            for found, want in zip(index.candidates_each(several, view), expected, strict=True):
+                assert np.array_equal(found, want)
+            bounded = index.bounded_each(several, view)
+            for (found, low, high), want, value, c in zip(bounded, expected, relevance, several, strict=True):
+                assert np.array_equal(found, want)
+                if c.scale[0] == 1.0 and c.shift[0] == 0.0:
+                    assert (low <= value).all()
+                    assert (value <= high).all()
+
+
+def test_bounds_are_narrow():
+    r = np.random.default_rng(12)
+    query = r.standard_normal(64)
+    view = make_store(make_rows("clustered", 3000, 64, r, query)).view()
+    index = ScanIndex.build(view)
+    for batch in (1, 8):
+        for rows, low, high in index.bounded_each([Columns.spec(query, min_relevance=0.1)] * batch, view):
+            assert len(rows)
+            assert np.quantile(high - low, 0.9) < 0.05
