@@ -912,7 +912,7 @@ class TogetherScan {
  public:
   TogetherScan(const Index& index, const Rows& rows, const double* squared_norms, const std::uint8_t* alive,
                const std::vector<Request>& requests, const std::vector<Coarse>& coarse, const Loops& loops, bool bounds)
-      : index_(index), rows_(rows), squared_norms_(squared_norms), alive_(alive), requests_(requests), coarse_(coarse),
+      : rows_(rows), squared_norms_(squared_norms), alive_(alive), requests_(requests), coarse_(coarse),
         loops_(loops), bounds_(bounds), laid_(new Laid()) {
     for (int b = 0; b < kBlocks; ++b) widths_[b] = block_width(index.rotation.dim, b);
     for (int b = 0; b < 2; ++b) laid_->widths[b] = widths_[b];
@@ -1031,7 +1031,6 @@ class TogetherScan {
     }
   }
 
-  const Index& index_;
   const Rows& rows_;
   const double* squared_norms_;
   const std::uint8_t* alive_;
