@@ -74,3 +74,32 @@ class Depth(float, Enum):
 SAFE_EXPONENT: Final = 200
 """Readings, "Exact arithmetic": a vector whose largest magnitude lies outside 2^±this is scaled by an exact
 power of two first. 200 and not more, since the product of two squared norms must stay a float64."""
+
+# The calibrated mode, an extension: the numbers below are this project's, not the specification's.
+
+CALIBRATED_GATE: Final = 2.0
+"""Deviations above the store's mean that the best column of a candidate must reach."""
+
+LEXICAL_WEIGHT: Final = 0.25
+"""Share of the z-score of BM25 in a sub-query's score."""
+
+BM25_K1: Final = 1.2
+BM25_B: Final = 0.75
+
+FEEDBACK_WEIGHT: Final = 0.4
+"""Share of the z-score along the task's own direction."""
+
+FEEDBACK_FACTS: Final = 5
+"""Facts per sub-query that make that direction."""
+
+NEED_FLOOR: Final = 0.35
+"""What a sub-query keeps of its need, however well it is covered."""
+
+MIN_NEW_SHARE: Final = 0.15
+"""Share of never packed facts among the qualified below which the store is exhausted."""
+
+SOURCE_REACH: Final = 3
+"""Neighbours on either side of a fact in its source that count, each with weight 1 / distance."""
+
+SOURCE_SHRINKAGE: Final = 5
+"""Facts of score 0 that a source's mean is taken with."""

@@ -23,6 +23,7 @@ LADDER = [
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
     {"device", "torch_ops"},
+    {"lexical"},
     {"retrieve", "session", "assess"},
     {"rank"},
     {"pack"},
