@@ -23,7 +23,7 @@ LADDER = [
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
     {"device", "torch_ops"},
-    {"lexical"},
+    {"lexical", "calibrate"},
     {"retrieve", "session", "assess"},
     {"rank"},
     {"pack"},
