@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.arrays import Float64, Int64, as_vectors
+from cdr_kernel.constants import NO_DEVIATION
 from cdr_kernel.store import Bool, StoreView
 
 _BLOCK = 4096
-_NO_DEVIATION = 1e-9  # cosines in float64 are off by up to D * 1e-16: less spread than this is none
 _RECOMPUTED_AT = 0.1  # share of the counted rows that were subtracted
 
 
@@ -43,7 +43,7 @@ class Calibration:
         given = as_vectors(vectors, len(self.mean), "vectors")
         unit = given / np.linalg.norm(given, axis=1, keepdims=True)
         deviation = np.sqrt(np.maximum(0.0, np.einsum("nd,de,ne->n", unit, self.covariance, unit, optimize=True)))
-        known = deviation > _NO_DEVIATION
+        known = deviation > NO_DEVIATION
         scale = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=known)
         return scale, np.where(known, -scale * (unit @ self.mean), 0.0)
 

@@ -20,32 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64, Int64
-from cdr_kernel.constants import BM25_B, BM25_K1
+from cdr_kernel.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
 from cdr_kernel.store import StoreView
-
-_STOP_WORDS = """
-a about above across after afterwards again against all almost alone along already also although always am among
-amongst amoungst amount an and another any anyhow anyone anything anyway anywhere are around as at back be
-became because become becomes becoming been before beforehand behind being below beside besides between beyond
-bill both bottom but by call can cannot cant co con could couldnt cry de describe detail do done down due during
-each eg eight either eleven else elsewhere empty enough etc even ever every everyone everything everywhere
-except few fifteen fifty fill find fire first five for former formerly forty found four from front full further
-get give go had has hasnt have he hence her here hereafter hereby herein hereupon hers herself him himself his
-how however hundred i ie if in inc indeed interest into is it its itself keep last latter latterly least less
-ltd made many may me meanwhile might mill mine more moreover most mostly move much must my myself name namely
-neither never nevertheless next nine no nobody none noone nor not nothing now nowhere of off often on once one
-only onto or other others otherwise our ours ourselves out over own part per perhaps please put rather re same
-see seem seemed seeming seems serious several she should show side since sincere six sixty so some somehow
-someone something sometime sometimes somewhere still such system take ten than that the their them themselves
-then thence there thereafter thereby therefore therein thereupon these they thick thin third this those though
-three through throughout thru thus to together too top toward towards twelve twenty two un under until up upon
-us very via was we well were what whatever when whence whenever where whereafter whereas whereby wherein
-whereupon wherever whether which while whither who whoever whole whom whose why will with within without would
-yet you your yours yourself yourselves
-"""
-
-STOP_WORDS = frozenset(_STOP_WORDS.split())
-"""The English stop words of the Glasgow Information Retrieval Group."""
 
 _camel = re.compile(r"([a-z])([A-Z])")
 _suffix = re.compile(r"(ies|es|s|ing|ed)\b")
@@ -188,9 +164,9 @@ def z_of_sparse(values: Float64, count: int) -> tuple[float, float]:
         return 0.0, 0.0
     mean = float(values.sum()) / count
     variance = (float(((values - mean) ** 2).sum()) + (count - len(values)) * mean * mean) / count
-    if variance <= 0.0:
-        return 0.0, 0.0
     deviation = float(np.sqrt(variance))
+    if deviation <= NO_DEVIATION:
+        return 0.0, 0.0
     return 1.0 / deviation, -mean / deviation
 
 

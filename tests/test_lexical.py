@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore
-from cdr_kernel.lexical import STOP_WORDS, LexicalIndex, Postings, TfIdf, words, z_of_sparse
+from cdr_kernel.constants import STOP_WORDS
+from cdr_kernel.lexical import LexicalIndex, Postings, TfIdf, words, z_of_sparse
 
 TEXTS = [
     "Every Pod gets its own IP address",
