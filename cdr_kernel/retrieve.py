@@ -116,7 +116,7 @@ class Retriever:
             if c.dim != view.dim:
                 raise ValueError(f"query: expected dimension {view.dim} (that of the store), got {c.dim}")
         codes = self.codes(view)
-        if codes is not None:
+        if codes is not None and not any(c.gated_addend for c in columns):
             return codes.candidates_each(list(columns), view)
         found = []
         for c in columns:
@@ -262,10 +262,14 @@ def _cosine_gates(columns: Columns) -> list[tuple[npt.NDArray[np.float32], float
         gate, scale, shift = columns.gate[j], columns.scale[j], columns.shift[j]
         if j == COVERAGE or gate == np.inf:
             continue
-        if gate == -np.inf or scale <= 0.0:
+        added = 0.0 if columns.addend is None else float(columns.addend.column(j)[1].max(initial=0.0))
+        nearly = gate - 4 * _FLOAT64_EPS * (abs(gate) + abs(shift) + added)
+        if gate == -np.inf or scale < 0.0 or (scale == 0.0 and shift + added >= nearly):
             return None
-        threshold = (gate - shift) / scale
-        slack = (columns.dim + 16) * _FLOAT32_EPS + 4 * _FLOAT64_EPS * (abs(gate) + abs(shift)) / scale
+        if scale == 0.0:
+            continue
+        threshold = (gate - shift - added) / scale
+        slack = (columns.dim + 16) * _FLOAT32_EPS + 4 * _FLOAT64_EPS * (abs(gate) + abs(shift) + added) / scale
         gates.append(((vectors[j] / np.linalg.norm(vectors[j])).astype(np.float32), threshold - slack))
     return gates
 

@@ -594,7 +594,7 @@ void scan_block(const Index& index, const Place& at, std::int64_t n, std::int64_
   for (std::int64_t c = 0; c < rest; ++c) {
     if (c + kRowsAhead < rest) prefetch(rows.at(first + left[open[c + kRowsAhead]]), row_bytes);
     const std::int64_t row = first + left[open[c]];
-    says[open[c]] = request.scorer.passes(rows.at(row), squared_norms[row]) ? kPasses : kFails;
+    says[open[c]] = request.scorer.passes(row, squared_norms[row]) ? kPasses : kFails;
   }
   std::int64_t passing[kBlock + 1], kept = 0;
   for (std::int64_t c = 0; c < count; ++c) {
@@ -960,7 +960,7 @@ std::vector<std::vector<std::int64_t>> threshold(const Index& index, const Rows&
           continue;
         }
         for (std::int64_t row = unit.first + at; row < unit.first + at + size; ++row)
-          if ((!alive || alive[row]) && (request.open || request.scorer.passes(rows.at(row), squared_norms[row])))
+          if ((!alive || alive[row]) && (request.open || request.scorer.passes(row, squared_norms[row])))
             found.push_back(row);
       }
     }
