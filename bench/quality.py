@@ -19,6 +19,7 @@ from cdr_kernel.quality import (
     ranked,
     summarise,
 )
+from cdr_kernel.session import GATES_ON, MODES
 from cdr_kernel.terminal import print_json, say
 
 COMPARED = "relevance,relevance_excluded,round_robin"
@@ -29,9 +30,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", type=Path, required=True, help="folder of facts, vectors, tasks; or what cdr ingest wrote")
     p.add_argument("--tasks", type=Path, help="another file of tasks")
     p.add_argument("--queries", type=Path, help="the vectors of their queries and sub-queries (.npz)")
-    p.add_argument("--mode", choices=["spec"], default="spec")
-    p.add_argument("--guard", choices=["on", "off"], help="n-gram guard (on)")
+    p.add_argument("--mode", choices=MODES, default="spec")
+    p.add_argument("--pack", choices=["greedy", "need"], help="how an envelope is filled (spec: greedy, else need)")
+    p.add_argument("--guard", choices=["on", "off"], help="n-gram guard (spec: on, else off)")
     p.add_argument("--min-relevance", type=float, help="the gate of mode spec (.55)")
+    p.add_argument("--gate", type=float, help="that of mode calibrated, in deviations (2)")
+    p.add_argument("--gate-on", choices=GATES_ON, help="best column or query (best)")
+    p.add_argument("--lexical", type=float, help="weight of the words (.25)")
+    p.add_argument("--feedback", type=float, help="weight of the task's own direction (.4)")
+    p.add_argument("--source", type=float, help="weight of a fact's document, in place of --feedback (0)")
+    p.add_argument("--need-floor", type=float, help="(.35)")
+    p.add_argument("--packed-penalty", type=float, help="(1)")
+    p.add_argument("--centred-coverage", action="store_true", default=None)
     p.add_argument("--writer", choices=["all", *WRITERS], default="all")
     p.add_argument("--embedding", choices=EMBEDDINGS, default="title", help="vectors and the string that is indexed")
     p.add_argument("--tokenizer", choices=list(TOKENIZERS), default="golden")
@@ -42,10 +52,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings(a: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"mode": a.mode, "guard": None if a.guard is None else a.guard == "on"}
-    if a.min_relevance is not None:
-        found["min_relevance"] = a.min_relevance
-    return found
+    found: dict[str, Any] = {
+        "mode": a.mode,
+        "guard": None if a.guard is None else a.guard == "on",
+        "pack": a.pack,
+        "min_relevance": a.min_relevance,
+        "gate": a.gate,
+        "gate_on": a.gate_on,
+        "lexical_weight": a.lexical,
+        "feedback_weight": a.feedback,
+        "source_weight": a.source,
+        "need_floor": a.need_floor,
+        "packed_penalty": a.packed_penalty,
+        "centred_coverage": a.centred_coverage,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def main(arguments: list[str]) -> int:
@@ -67,6 +88,8 @@ def main(arguments: list[str]) -> int:
         compared = [evaluate(corpus, other, writers=writers, seed=a.seed) for other in others]
     except (OSError, ValueError, ImportError) as error:
         say(f"error: {error}")
+        if a.json:
+            print_json({"error": str(error)})
         return 1
     found = summarise(own)
     gains = [difference(own, other) for other in compared]

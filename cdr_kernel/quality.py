@@ -371,20 +371,21 @@ class Method:
 class Ranked(Method):
     """The product: a session made with `settings`, `cdr_rank`, `pack_facts` and `Session.update`."""
 
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any], pack: str) -> None:
         super().__init__(name, lambda run: ())
         self.settings = settings
+        self.pack = pack
 
     def start(self, corpus: Corpus, case: Case) -> Method:
-        return _RankedRun(self.name, self.settings, corpus, case)
+        return _RankedRun(self.name, self.settings, self.pack, corpus, case)
 
 
 class _RankedRun(Ranked):
     """Mode "spec" pulls from the second window on, also where the first one addressed nothing, as the recorded
     experiment does. That lies between the two readings of R1, so window 1 has a session of its own."""
 
-    def __init__(self, name: str, settings: Mapping[str, Any], corpus: Corpus, case: Case) -> None:
-        super().__init__(name, settings)
+    def __init__(self, name: str, settings: Mapping[str, Any], pack: str, corpus: Corpus, case: Case) -> None:
+        super().__init__(name, settings, pack)
         self._corpus = corpus
         self._case = case
         self._session = self._first = self._made(settings)
@@ -397,8 +398,9 @@ class _RankedRun(Ranked):
 
     def pick(self, run: Run) -> list[int]:
         session = self._session if run.window else self._first
-        ranking = cdr_rank(self._case.query, self._corpus.retriever, session, k=run.k)
-        self._envelope = pack_facts(ranking, run.k, count_tokens=lambda text: 1)
+        k = run.k if self.pack == "greedy" else None
+        ranking = cdr_rank(self._case.query, self._corpus.retriever, session, k=k)
+        self._envelope = pack_facts(ranking, run.k, count_tokens=lambda text: 1, pack=self.pack)
         view = self._corpus.store.view()
         return [view.row_of(fact.id) for fact in self._envelope.facts]
 
@@ -407,11 +409,16 @@ class _RankedRun(Ranked):
         self._session.update(report, output, envelope=self._envelope, embedding_model=model)
 
 
-def ranked(corpus: Corpus, *, mode: str = "spec", guard: bool | None = None, **settings: Any) -> Ranked:
-    """The method whose sessions have these settings. guard None: on for mode "spec", else off."""
+def ranked(
+    corpus: Corpus, *, mode: str = "spec", guard: bool | None = None, pack: str | None = None, **settings: Any
+) -> Ranked:
+    """The method whose sessions have these settings. guard None: on for mode "spec", else off. pack: "greedy" or
+    "need"; None is "need" for mode "calibrated", else "greedy"."""
     on = mode == "spec" if guard is None else guard
     made = NGramGuard(tokenizer=corpus.tokenizer) if on else False
-    return Ranked(f"{mode}{' + guard' if on else ''}", {"mode": mode, "guard": made, **settings})
+    packing = ("greedy" if mode == "spec" else "need") if pack is None else pack
+    parts = [mode, *(["need"] if packing == "need" else []), *(["guard"] if on else [])]
+    return Ranked(" + ".join(parts), {"mode": mode, "guard": made, **settings}, packing)
 
 
 def _top(score: npt.NDArray[Any], k: int, allowed: npt.NDArray[np.bool_] | None = None) -> Int64:

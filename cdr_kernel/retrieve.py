@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache
+from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import cdr_score, check_k
 from cdr_kernel.store import FactStore, StoreView
@@ -63,6 +65,8 @@ class Retriever:
     Added facts are seen by the next search, removed ones are masked. The FAISS kinds keep a float32 copy of the rows. A
     retriever keeps what it found for a session (held weakly, at most ``cache_bytes`` in all), so that later windows
     of the same query read only that. One retriever may serve many threads.
+
+    moments, lexical: the calibration and the word index of the store, empty until the calibrated mode asks.
     """
 
     def __init__(
@@ -77,6 +81,9 @@ class Retriever:
         self.store = store
         self.kind = kind
         self.nprobe = nprobe
+        self.moments = Moments()
+        self.lexical = LexicalIndex()
+        self.evidence: dict[Any, Any] = {}  # what the last few tasks found in this store, by task and version
         self._cache = RowCache(cache_bytes)
         self._lock = threading.Lock()
         self._codes: ScanIndex | None = None

@@ -25,6 +25,7 @@ LADDER = [
     {"device", "torch_ops"},
     {"lexical", "calibrate"},
     {"retrieve", "session", "assess"},
+    {"evidence"},
     {"rank"},
     {"pack"},
     {"headers"},
