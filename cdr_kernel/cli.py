@@ -1,4 +1,4 @@
-"""The command `cdr`: demo, index, rank, run, doctor.
+"""The command `cdr`: demo, index, rank, run, gate, doctor.
 
 Exit status: 0 fine, 1 an error in the data, 2 wrong usage, 130 interrupted. With --json standard output gets one line.
 """
@@ -15,12 +15,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
+import numpy as np
 import typer
 
 import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
-from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS_LIMIT
+from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.files import (
     Task,
     check_output,
@@ -355,6 +356,10 @@ def rank(
     numbers = ("score", "relevance", "coverage", "residual_pull", "novelty")
     if not len(rows):
         _explain_gate(retriever, vector, min_relevance)
+    elif len(rows) < k <= len(opened):
+        say(
+            f"warning: {len(rows)} facts reach --min-relevance {min_relevance:.12g}, fewer than --k {k}: see `cdr gate`"
+        )
     if as_json:
         results = [
             {
@@ -499,6 +504,45 @@ def run(
     show(f"{chosen.query}: {len(chosen.items)} sub-topics, {len(opened)} facts, {opened.embedding_model}")
     show(_window_table(record.windows))
     show(_ending(record.windows))
+
+
+@_command
+def gate(
+    store: StoreArgument,
+    queries: Annotated[str, typer.Option(metavar="Q.npy", help="Vectors [Q, D] of queries (or FILE.npz:KEY).")],
+    k: Annotated[int, typer.Option("--k", min=1, help="Facts per envelope.")] = 10,
+    windows: Annotated[int, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help="Windows per task.")] = MAX_WINDOWS,
+    as_json: AsJson = False,
+) -> None:
+    """How many facts pass a relevance gate in this store, and a gate that fits its embedding model."""
+    opened = cdr_kernel.FactStore.load(store)
+    report = cdr_kernel.gate_report(opened, read_vectors(queries, opened.dim), k=k, windows=windows)
+    found = report.as_dict()
+    if as_json:
+        print_json({"store": str(store), **found})
+        return
+    show(f"{store}: {report.facts} facts, {report.queries} queries, {report.embedding_model}")
+    table = new_table(
+        [("gate", True), ("least", True), ("median", True), ("most", True), ("too few", True), ("deviations", True)]
+    )
+    for row in found["gates"]:
+        counts = [f"{row['passing'][name]:.0f}" for name in ("min", "median", "max")]
+        height = "-" if row["deviations"] is None else f"{row['deviations']:.1f}"
+        table.add_row(f"{row['gate']:.2f}", *counts, str(row["queries_with_too_few"]), height)
+    show(table)
+    show(
+        f"Facts that pass per query; queries with fewer than {report.wanted} ({k} in each of {windows} windows); how "
+        "far the gate lies above the mean cosine, in standard deviations (median)."
+    )
+    table = new_table([("facts below", True), ("cosine", True)])
+    for level, values in report.quantiles.items():
+        table.add_row(f"{100 * level:g} %", f"{float(np.median(values)):.3f}")
+    table.add_row("all", f"{float(np.median(report.largest)):.3f}")
+    show(table)
+    if report.suggested is None:
+        show(f"The store has fewer than {report.wanted} facts.")
+    else:
+        show(f"--min-relevance {report.suggested:g} leaves {report.wanted} facts to nine queries in ten.")
 
 
 @_command

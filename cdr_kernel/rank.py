@@ -167,6 +167,8 @@ class _Window:
         if guard is not None:
             kept = self.retriever.cache.with_overlap(self.session, kept, guard, view)
         positions = np.flatnonzero(view.alive[kept.rows])
+        if k is not None and len(positions) < k:
+            self.session.warn_of_gate(len(positions), len(view), k)
         fresh, new_share = np.ones(len(positions), np.bool_), None
         if (self.session.exclude_packed or parts is not None) and self.state.packed:
             rows = kept.rows[positions]

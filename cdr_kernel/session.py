@@ -418,6 +418,7 @@ class Session:
             raise TypeError(f"guard must be an NGramGuard, None or False, got {guard!r}")
         self._lock = threading.Lock()
         self._warned = False
+        self._warned_of_gate = False
         self._state = self._fresh_state(own, budget)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -902,6 +903,19 @@ class Session:
                 'exhaustion="novelty"',
                 stacklevel=3,
             )
+
+    def warn_of_gate(self, passing: int, facts: int, k: int) -> None:
+        """A warning, once per session, when of so many facts fewer than k pass the gate. Silent when the store has
+        no more, and when none passes, which ends the loop and says so."""
+        if self._warned_of_gate or not 0 < passing < k <= facts:
+            return
+        self._warned_of_gate = True
+        gate = f"{self.min_relevance:g}" if self.calibrated is None else f"{self.calibrated.gate:g} deviations"
+        warnings.warn(
+            f"{passing} of {facts} facts reach the gate of {gate}, fewer than k = {k}. A gate measures the embedding "
+            "model as much as relevance: see gate_report() or `cdr gate`",
+            stacklevel=6,  # whoever called cdr_rank
+        )
 
     def _check_descent(self, base: SessionState, branch: Session, state: SessionState, name: str) -> None:
         def key(entries: Iterable[CoverageEntry]) -> list[tuple[str, float, int]]:

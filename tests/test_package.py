@@ -23,7 +23,7 @@ LADDER = [
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
     {"device", "torch_ops"},
-    {"lexical", "calibrate"},
+    {"lexical", "calibrate", "gate"},
     {"retrieve", "session", "assess"},
     {"evidence"},
     {"rank"},
