@@ -1,4 +1,4 @@
-"""The command `cdr`: demo, index, rank, run, gate, doctor.
+"""The command `cdr`: demo, index, ingest, rank, run, gate, doctor.
 
 Exit status: 0 fine, 1 an error in the data, 2 wrong usage, 130 interrupted. With --json standard output gets one line.
 """
@@ -32,6 +32,7 @@ from cdr_kernel.files import (
     read_vector,
     read_vectors,
     write_json,
+    write_lines,
 )
 from cdr_kernel.index import FactFile
 from cdr_kernel.record import RunRecord, summary
@@ -300,6 +301,60 @@ def index(
         )
     else:
         show(f"{output}: {len(store)} facts, {store.dim} x {store.dtype.name}, {store.embedding_model}")
+
+
+@_command
+def ingest(
+    documents: Annotated[Path, typer.Argument(metavar="DOCS_DIR", help="Folder of Markdown and plain text.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="Folder of the store to write.")],
+    embed: Annotated[
+        str, typer.Option(metavar="MODEL", help="Embed with this model: all-MiniLM-L6-v2, or a folder.")
+    ] = "all-MiniLM-L6-v2",
+    as_json: AsJson = False,
+) -> None:
+    """Cut documents into facts, embed them, propose tasks: what `python -m bench quality --data STORE` needs."""
+    from cdr_kernel.ingest import propose_tasks, read_documents
+
+    cdr_kernel.store.check_store_folder(output)
+    found = read_documents(documents)
+    facts = [fact for document in found for fact in document.facts]
+    if not facts:
+        _fail(f"{documents}: expected documents with words, found none", as_json)
+    tasks = propose_tasks(found)
+    encode = _embedder(embed)
+
+    def vectors(texts: list[str]) -> Any:
+        with Progress("texts", len(texts)) as advance:
+            parts = []
+            for start in range(0, len(texts), 256):
+                parts.append(encode(texts[start : start + 256]))
+                advance(len(parts[-1]))
+            return np.concatenate(parts)
+
+    rows = vectors([fact.embedded for fact in facts])
+    store = cdr_kernel.FactStore(rows.shape[1], embedding_model=embed)
+    store.add(
+        [fact.id for fact in facts],
+        [fact.embedded for fact in facts],
+        rows,
+        source=[fact.path for fact in facts],
+        position=[fact.position for fact in facts],
+    )
+    asked = {}
+    for i, task in enumerate(tasks["tasks"]):
+        made = encode([task["query"], *(item["text"] for item in task["sub_queries"])])
+        asked[f"{i}:query"], asked[f"{i}:subs"] = made[0], made[1:]
+    store.save(output)
+    write_lines(output / "facts.jsonl", [fact.as_dict() for fact in facts])
+    write_json(output / "tasks.json", tasks)
+    np.savez(output / "queries.npz", **asked)
+    numbers = {"documents": len(found), "facts": len(facts), "tasks": len(tasks["tasks"])}
+    if as_json:
+        print_json({"store": str(output), **numbers, "dim": store.dim, "model": embed})
+        return
+    show(f"{output}: {', '.join(f'{count} {name}' for name, count in numbers.items())}, {store.dim} x {embed}")
+    if not tasks["tasks"]:
+        show("No page or section has 4 to 13 headings with enough under them to make a task of.")
 
 
 @_command

@@ -424,13 +424,21 @@ def check_output(path: Path) -> None:
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document whole or not at all: a draft beside the file is synced, then renamed over it."""
+    _write(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records as lines of JSON, whole or not at all."""
+    _write(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+
+
+def _write(path: Path, text: str) -> None:
     check_output(path)
     target = path.resolve()
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         with open(draft, "x", encoding="ascii") as file:
-            json.dump(document, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)

@@ -156,6 +156,8 @@ def load_corpus(
         store, texts, words = _dataset(folder, embedding, TOKENIZERS[tokenizer])
         names = ("tasks_dev.json", "queries_dev_minilm_f16.npz")
     else:
+        if embedding != "title":
+            raise ValueError(f"embedding: expected 'title', the one that {folder} has, got {embedding!r}")
         saved = FactStore.load(folder).view()
         embedded, rows = saved.texts(range(saved.rows)), range(saved.rows)
         store = FactStore(saved.dim, embedding_model=saved.embedding_model, tokenizer=TOKENIZERS[tokenizer])
@@ -168,7 +170,10 @@ def load_corpus(
             source=[fact.source for fact in known],
             position=[fact.position for fact in known],
         )
-        texts = [text.partition(": ")[2] or text for text in embedded] if embedding == "title" else embedded
+        texts = embedded
+        if (folder / "facts.jsonl").is_file():  # without the titles that were embedded
+            plain = {id: t for b in read_facts(folder / "facts.jsonl") for id, t in zip(b.ids, b.texts, strict=True)}
+            texts = [plain.get(fact.id, fact.text) for fact in saved.facts(range(saved.rows))]
         words = np.array([len(text.split()) for text in texts], np.float64)
         names = ("tasks.json", "queries.npz")
     tasks = folder / names[0] if tasks is None else tasks

@@ -74,6 +74,9 @@ def run_windows(
         number = session.window_count + 1
         by_need = session.calibrated is not None and pack != "greedy"
         ranking = cdr_rank(query, retriever, session, k=None if by_need else k, multiplier=multiplier)
+        wanted = k if max_facts is None else max_facts
+        if by_need and wanted is not None and session.window_count == 0:
+            session.warn_of_gate(len(ranking), len(retriever.store), wanted)
         envelope = pack_facts(ranking, token_budget, count_tokens=count_tokens, max_facts=max_facts, pack=pack)
         output, report, summary = None, None, None
         exit = session.exit(envelope=envelope)

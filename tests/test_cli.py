@@ -91,7 +91,7 @@ def writer(tmp_path, window=0, action="pass"):
 
 def test_version_and_help():
     assert invoke("--version").stdout == f"cdr-kernel {cdr_kernel.__version__}\n"
-    for command in ("demo", "index", "rank", "run", "gate", "doctor"):
+    for command in ("demo", "index", "ingest", "rank", "run", "gate", "doctor"):
         assert command in invoke("--help").stdout
         assert "--json" in invoke(command, "--help").stdout
 

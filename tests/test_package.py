@@ -15,7 +15,7 @@ import cdr_kernel
 from cdr_kernel import _C
 
 PACKAGE = Path(cdr_kernel.__file__).parent
-EDGES = {"files", "index", "terminal", "embedder", "record", "writer", "demo", "doctor", "quality", "cli"}
+EDGES = {"files", "index", "terminal", "embedder", "record", "writer", "demo", "doctor", "quality", "ingest", "cli"}
 LADDER = [
     {"constants", "_C"},
     {"reference", "arrays", "ngram"},
