@@ -202,3 +202,23 @@ def test_the_specification_gives_the_recorded_results(method, guard):
         own = found["per_writer"][writer]["per_task"]
         near = [abs(own[task]["completeness"] - row["completeness"]) <= 0.02 for task, row in tasks.items()]
         assert np.mean(near) >= 0.95
+
+
+@pytest.mark.skipif(
+    "CDR_DATA_DIR" not in os.environ or not (DATA / "facts_text_minilm_f16.npy").is_file(),
+    reason="CDR_DATA_DIR does not name a folder with the facts and their vectors",
+)
+@pytest.mark.parametrize(
+    ("embedding", "source", "least"),
+    [
+        ("title", 0.0, 0.70),
+        pytest.param("text", 0.0, 0.48, marks=pytest.mark.slow),
+        pytest.param("title", 0.4, 0.78, marks=pytest.mark.slow),
+        pytest.param("text", 0.4, 0.60, marks=pytest.mark.slow),
+    ],
+)
+def test_the_calibrated_mode_holds_what_is_claimed(embedding, source, least):
+    corpus = load_corpus(DATA, embedding=embedding)
+    found = summarise(evaluate(corpus, ranked(corpus, mode="calibrated", source_weight=source)))
+    assert found["completeness"] >= least
+    assert found["new_by_window"][-1] >= 0.99
