@@ -19,6 +19,7 @@ from cdr_kernel import (
     cdr_rank,
     crp_headers,
     pack_facts,
+    rank_many,
     reference,
     run_windows,
 )
@@ -165,6 +166,33 @@ def test_every_path_gives_the_same_bits(world, impl, kind, monkeypatch):
         assert first.ranking.ids == second.ranking.ids
         assert first.ranking.score.tobytes() == second.ranking.score.tobytes()
         assert first.ranking.by_sub_query.tobytes() == second.ranking.by_sub_query.tobytes()
+
+
+def test_many_sessions_of_both_modes_at_once(world):
+    store, items, query = world
+    sessions = [
+        calibrated(items),
+        Session(items, embedding_model=MODEL, min_relevance=-1.0),
+        calibrated(items, gate=0.0, source_weight=0.4),
+    ]
+    window(sessions[0], store, query)
+    together = rank_many([query, query + 1.0, query], Retriever(store), sessions, k=7)
+    for session, asked, ranking in zip(sessions, [query, query + 1.0, query], together, strict=True):
+        alone = cdr_rank(asked, Retriever(store), session, k=7)
+        assert ranking.ids == alone.ids
+        assert ranking.score.tobytes() == alone.score.tobytes()
+
+
+def test_codes_of_a_scan_change_nothing(world):
+    store, items, query = world
+    plain, coded = Retriever(store), Retriever(store)
+    coded.prepare()
+    session = calibrated(items)
+    for _ in range(2):
+        first, second = cdr_rank(query, plain, session), cdr_rank(query, coded, session)
+        assert first.ids == second.ids
+        assert first.score.tobytes() == second.score.tobytes()
+        window(session, store, query)
 
 
 def test_the_spec_is_the_default_and_computes_none_of_it(world):
