@@ -7,6 +7,7 @@ from importlib import import_module
 
 BENCHES = {
     "ngram": "the n-gram guard at corpus scale",
+    "quality": "does retrieval hold quality over windows, on labelled tasks",
     "roofline": "what a GPU can do at best with the scores, by its data sheet",
     "scan": "one window over many facts",
     "score": "one pass of scores, on the CPU or a GPU",

@@ -14,6 +14,11 @@ class Columns:
         gate: npt.NDArray[np.float64],
         has_coverage: bool,
         clamp_novelty: bool,
+        gate_only: npt.NDArray[np.bool_] | None = None,
+        factors_above_zero: bool = False,
+        addend_starts: npt.NDArray[np.int64] | None = None,
+        addend_rows: npt.NDArray[np.int64] | None = None,
+        addend_values: npt.NDArray[np.float64] | None = None,
     ) -> None: ...
     @property
     def squared_norms(self) -> list[float]: ...

@@ -15,6 +15,7 @@ from cdr_kernel import constants, reference
 from cdr_kernel.assess import assess
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import Depth
+from cdr_kernel.gate import GateReport, gate_report, suggest_min_relevance
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.ngram import NGramGuard, repetition, tokenize
 from cdr_kernel.pack import Envelope, pack_facts
@@ -40,6 +41,7 @@ __all__ = [
     "Exit",
     "Fact",
     "FactStore",
+    "GateReport",
     "NGramGuard",
     "Ranking",
     "Retriever",
@@ -59,11 +61,13 @@ __all__ = [
     "constants",
     "crp_headers",
     "depth_from_words",
+    "gate_report",
     "guarantee_holds",
     "pack_facts",
     "rank_many",
     "reference",
     "repetition",
     "run_windows",
+    "suggest_min_relevance",
     "tokenize",
 ]

@@ -212,6 +212,9 @@ def _up(x: Any) -> npt.NDArray[np.float32]:
 class _Settings:
     """What B sessions ask, in numbers of moderate size: arrays [B, roles], columns that a session lacks are no gate.
 
+    What columns add for single rows is taken at its largest for all rows, and where factors act above zero only the
+    bound is never below zero: both keep it an upper bound.
+
     Values of query and residual are in units of a power of two at or above every scale and shift, their weights in
     units of one at or above every weight (1 where all weights are 1); unit: their product, that of the scores.
     """
@@ -222,7 +225,9 @@ class _Settings:
         self.scale, self.shift, self.weight = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.gate, norms = np.full(shape, np.inf), np.ones(shape)
         self.vectors = np.zeros((*shape, self.dim))
-        self.pulls = np.zeros(shape, np.bool_)
+        self.pulls = np.zeros(shape, np.bool_)  # all but coverage: the columns that may be gates
+        self.gate_only = np.zeros(shape, np.bool_)
+        self.most_added, self.least_added = np.zeros(shape), np.zeros(shape)
         for b, c in enumerate(sessions):
             n = len(c.scale)
             self.scale[b, :n], self.shift[b, :n], self.weight[b, :n], self.gate[b, :n] = (
@@ -233,15 +238,25 @@ class _Settings:
             if c.coverage is not None:
                 self.vectors[b, COVERAGE] = c.coverage
             self.pulls[b, :n] = True
+            if c.gate_only is not None:
+                self.gate_only[b, :n] = c.gate_only
+            for j in range(0 if c.addend is None else n):
+                assert c.addend is not None
+                added = c.addend.column(j)[1]
+                self.most_added[b, j], self.least_added[b, j] = added.max(initial=0.0), added.min(initial=0.0)
         self.pulls[:, COVERAGE] = False
-        self.floor = np.array([0.0 if len(c.scale) == RESIDUAL else -np.inf for c in sessions])
+        floors = [
+            self.gate_only[b, RESIDUAL : len(c.scale)].all() or c.factors_above_zero for b, c in enumerate(sessions)
+        ]
+        self.floor = np.where(np.array(floors), 0.0, -np.inf)
         self.novelty_cap = np.array([1.0 if c.clamp_novelty else np.inf for c in sessions])
         covered = np.array([c.coverage is not None for c in sessions])
         self.cover_scale = self.scale[:, COVERAGE] * norms[:, COVERAGE] * covered
         self.cover_shift = self.shift[:, COVERAGE] * covered
         norms[norms == 0.0] = 1.0  # a coverage functional may be zero
 
-        sizes = np.where(self.pulls, np.maximum(np.abs(self.scale), np.abs(self.shift)), 0.0).max(axis=1)
+        self.size = np.abs(self.shift) + np.maximum(self.most_added, -self.least_added)
+        sizes = np.where(self.pulls, np.maximum(np.abs(self.scale), self.size), 0.0).max(axis=1)
         self.value_unit = _unit_of(sizes)[:, None]
         weights = np.abs(np.where(self.pulls, self.weight, 0.0)).max(axis=1)
         plain = ((self.weight == 1.0) | ~self.pulls).all(axis=1)
@@ -256,12 +271,13 @@ class _Settings:
     def column_numbers(self, margin: Float64) -> npt.NDArray[np.float32]:
         """[B, roles, 3]: what to add for the gate, what to add for the pull, the weight. margin: [B, roles]."""
         with np.errstate(over="ignore"):
-            shift = self.shift / self.value_unit
-            size = (np.abs(self.scale) + np.abs(self.shift)) / self.value_unit
-            over = (self.shift - self.gate) / self.value_unit
+            size = (np.abs(self.scale) + self.size) / self.value_unit
+            over = (self.shift + self.most_added - self.gate) / self.value_unit
             gate = _up(over + np.where(np.isfinite(over), margin + 4 * ULP * (size + np.abs(over)), 0.0))
             weight = self.weight / self.weight_unit
+            shift = (self.shift + np.where(weight >= 0.0, self.most_added, self.least_added)) / self.value_unit
             pull = _up(weight * shift + np.abs(weight) * (margin + 4 * ULP * size))
+        pull = np.where(self.gate_only, np.float32(-np.inf), pull)
         numbers = np.stack([gate, pull, weight.astype(np.float32)], axis=-1)
         return np.where(self.pulls[..., None], numbers, np.array([-np.inf, -np.inf, 0.0], np.float32))
 

@@ -1,4 +1,4 @@
-"""The command `cdr`: demo, index, rank, run, doctor.
+"""The command `cdr`: demo, index, ingest, rank, run, gate, doctor.
 
 Exit status: 0 fine, 1 an error, 2 wrong usage, 130 interrupted, 143 terminated. With --json standard output gets one
 line, last. CDR_KERNEL_DEBUG=1 shows where an error comes from.
@@ -20,12 +20,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
+import numpy as np
 import typer
 
 import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
-from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS_LIMIT
+from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.files import (
     FileError,
     Task,
@@ -40,6 +41,7 @@ from cdr_kernel.files import (
     read_vector,
     read_vectors,
     write_json,
+    write_lines,
 )
 from cdr_kernel.index import FactFile
 from cdr_kernel.record import RunRecord, summary
@@ -374,6 +376,60 @@ def index(
 
 
 @_command
+def ingest(
+    documents: Annotated[Path, typer.Argument(metavar="DOCS_DIR", help="Folder of Markdown and plain text.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="STORE", help="Folder of the store to write.")],
+    embed: Annotated[
+        str, typer.Option(metavar="MODEL", help="Embed with this model: all-MiniLM-L6-v2, or a folder.")
+    ] = "all-MiniLM-L6-v2",
+    as_json: AsJson = False,
+) -> None:
+    """Cut documents into facts, embed them, propose tasks: what `python -m bench quality --data STORE` needs."""
+    from cdr_kernel.ingest import propose_tasks, read_documents
+
+    cdr_kernel.store.check_store_folder(output)
+    found = read_documents(documents)
+    facts = [fact for document in found for fact in document.facts]
+    if not facts:
+        _fail(f"{documents}: expected documents with words, found none", as_json)
+    tasks = propose_tasks(found)
+    encode = _embedder(embed)
+
+    def vectors(texts: list[str]) -> Any:
+        with Progress("texts", len(texts)) as advance:
+            parts = []
+            for start in range(0, len(texts), 256):
+                parts.append(encode(texts[start : start + 256]))
+                advance(len(parts[-1]))
+            return np.concatenate(parts)
+
+    rows = vectors([fact.embedded for fact in facts])
+    store = cdr_kernel.FactStore(rows.shape[1], embedding_model=embed)
+    store.add(
+        [fact.id for fact in facts],
+        [fact.embedded for fact in facts],
+        rows,
+        source=[fact.path for fact in facts],
+        position=[fact.position for fact in facts],
+    )
+    asked = {}
+    for i, task in enumerate(tasks["tasks"]):
+        made = encode([task["query"], *(item["text"] for item in task["sub_queries"])])
+        asked[f"{i}:query"], asked[f"{i}:subs"] = made[0], made[1:]
+    store.save(output)
+    write_lines(output / "facts.jsonl", [fact.as_dict() for fact in facts])
+    write_json(output / "tasks.json", tasks)
+    np.savez(output / "queries.npz", **asked)
+    numbers = {"documents": len(found), "facts": len(facts), "tasks": len(tasks["tasks"])}
+    if as_json:
+        print_json({"store": str(output), **numbers, "dim": store.dim, "model": embed})
+        return
+    show(f"{output}: {', '.join(f'{count} {name}' for name, count in numbers.items())}, {store.dim} x {embed}")
+    if not tasks["tasks"]:
+        show("No page or section has 4 to 13 headings with enough under them to make a task of.")
+
+
+@_command
 def rank(
     store: StoreArgument,
     query: Annotated[str, typer.Option(metavar="Q", help="Q.npy, FILE.npz:KEY, or a text (needs a model, --embed).")],
@@ -427,6 +483,10 @@ def rank(
     numbers = ("score", "relevance", "coverage", "residual_pull", "novelty")
     if not len(rows):
         _explain_gate(retriever, vector, min_relevance)
+    elif len(rows) < k <= len(opened):
+        say(
+            f"warning: {len(rows)} facts reach --min-relevance {min_relevance:.12g}, fewer than --k {k}: see `cdr gate`"
+        )
     if as_json:
         results = [
             {
@@ -590,6 +650,45 @@ def run(
     show(f"{chosen.query}: {len(chosen.items)} sub-topics, {len(opened)} facts, {opened.embedding_model}")
     show(_window_table(record.windows))
     show(_ending(record.windows))
+
+
+@_command
+def gate(
+    store: StoreArgument,
+    queries: Annotated[str, typer.Option(metavar="Q.npy", help="Vectors [Q, D] of queries (or FILE.npz:KEY).")],
+    k: Annotated[int, typer.Option("--k", min=1, help="Facts per envelope.")] = 10,
+    windows: Annotated[int, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help="Windows per task.")] = MAX_WINDOWS,
+    as_json: AsJson = False,
+) -> None:
+    """How many facts pass a relevance gate in this store, and a gate that fits its embedding model."""
+    opened = cdr_kernel.FactStore.load(store)
+    report = cdr_kernel.gate_report(opened, read_vectors(queries, opened.dim), k=k, windows=windows)
+    found = report.as_dict()
+    if as_json:
+        print_json({"store": str(store), **found})
+        return
+    show(f"{store}: {report.facts} facts, {report.queries} queries, {report.embedding_model}")
+    table = new_table(
+        [("gate", True), ("least", True), ("median", True), ("most", True), ("too few", True), ("deviations", True)]
+    )
+    for row in found["gates"]:
+        counts = [f"{row['passing'][name]:.0f}" for name in ("min", "median", "max")]
+        height = "-" if row["deviations"] is None else f"{row['deviations']:.1f}"
+        table.add_row(f"{row['gate']:.2f}", *counts, str(row["queries_with_too_few"]), height)
+    show(table)
+    show(
+        f"Facts that pass per query; queries with fewer than {report.wanted} ({k} in each of {windows} windows); how "
+        "far the gate lies above the mean cosine, in standard deviations (median)."
+    )
+    table = new_table([("facts below", True), ("cosine", True)])
+    for level, values in report.quantiles.items():
+        table.add_row(f"{100 * level:g} %", f"{float(np.median(values)):.3f}")
+    table.add_row("all", f"{float(np.median(report.largest)):.3f}")
+    show(table)
+    if report.suggested is None:
+        show(f"The store has fewer than {report.wanted} facts.")
+    else:
+        show(f"--min-relevance {report.suggested:g} leaves {report.wanted} facts to nine queries in ten.")
 
 
 @_command

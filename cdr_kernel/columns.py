@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float64, as_array, as_vector, as_vectors, check_rows
+from cdr_kernel.arrays import Float64, Int64, as_array, as_vector, as_vectors, check_rows
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
 
 QUERY, COVERAGE, RESIDUAL = 0, 1, 2
@@ -33,16 +35,43 @@ def coverage_centroid(entries: Float64, depth_weights: Float64) -> Float64 | Non
     return centroid
 
 
+class Addend(NamedTuple):
+    """What columns add to the values of single rows: column j has rows[starts[j]:starts[j + 1]], ascending, and the
+    values that belong to them. starts: int64 [3 + R]; rows: int64, places in the embeddings; values: float64, finite.
+    """
+
+    starts: Int64
+    rows: Int64
+    values: Float64
+
+    @classmethod
+    def of(cls, columns: Sequence[tuple[Int64, Float64] | None]) -> Addend:
+        """From (rows, values) per column in the order of Columns, None for a column that adds nothing."""
+        none = (np.zeros(0, np.int64), np.zeros(0))
+        pairs = [none if pair is None else pair for pair in columns]
+        starts = np.cumsum([0, *(len(rows) for rows, _ in pairs)])
+        return cls(starts, np.concatenate([r for r, _ in pairs]), np.concatenate([v for _, v in pairs]))
+
+    def column(self, j: int) -> tuple[Int64, Float64]:
+        """(rows, values) of a column."""
+        here = slice(int(self.starts[j]), int(self.starts[j + 1]))
+        return self.rows[here], self.values[here]
+
+
 @dataclass(frozen=True, eq=False)
 class Columns:
     """What a window asks of the store: one column per vector, in the order query, coverage, residual.
 
     query: [D] float64; coverage: [D] float64 or None, a linear functional of the unit fact (no entry covers
     anything where it is None); residual: [R, D] float64. scale, shift, weight, gate: [2 + R] float64.
-    A fact f has the column values ``scale * cos(f, v) + shift`` (coverage: ``scale * dot(f, v) / |f| + shift``);
-    it is a candidate if any column's value is at or above that column's gate (infinity: the column is no gate);
-    its effective relevance is the largest ``weight * value`` over query and residual. The coverage column's
+    A fact f has the column values ``scale * cos(f, v) + shift + addend`` (coverage: ``scale * dot(f, v) / |f| +
+    shift``); it is a candidate if any column's value is at or above that column's gate (infinity: the column is no
+    gate); its effective relevance is the largest ``weight * value`` over query and residual. The coverage column's
     weight and gate are not used.
+
+    gate_only: bool [2 + R] or None (none is): columns that take no part in the effective relevance. addend: what is
+    added for single rows, None for nothing. factors_above_zero: importance, multiplier, novelty and n-gram penalty
+    leave an effective relevance that is not above 0 as it is.
 
     The specification is the setting scale 1, shift 0, weight 1, gate on the query alone: ``Columns.spec``.
     Raises ValueError for zero, non-finite or misshapen vectors and for settings that are NaN or misshapen.
@@ -56,6 +85,9 @@ class Columns:
     weight: Float64
     gate: Float64
     clamp_novelty: bool = False
+    gate_only: npt.NDArray[np.bool_] | None = None
+    addend: Addend | None = None
+    factors_above_zero: bool = False
     compiled: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,18 +109,36 @@ class Columns:
                 raise ValueError(f"{name}: expected numbers, got {a.tolist()}")
             settings[name] = a
         squared_norms, _ = check_rows((vectors,))
+        gate_only = np.zeros(len(vectors), np.bool_)
+        if self.gate_only is not None:
+            gate_only = np.array(self.gate_only)
+            if gate_only.dtype != np.bool_ or gate_only.shape != (len(vectors),):
+                raise ValueError(f"gate_only: expected {len(vectors)} bools, got {self.gate_only!r}")
+        addend = self.addend
+        if addend is not None:
+            values = as_array(addend.values, 1, "addend").astype(np.float64)
+            if not np.isfinite(values).all():
+                raise ValueError("addend: expected finite values")
+            addend = Addend(np.asarray(addend.starts, np.int64), np.asarray(addend.rows, np.int64), values)
         compiled = _C.Columns(
             vectors,
             squared_norms,
             **settings,
             has_coverage=coverage is not None,
             clamp_novelty=bool(self.clamp_novelty),
+            gate_only=gate_only,
+            factors_above_zero=bool(self.factors_above_zero),
+            addend_starts=None if addend is None else addend.starts,
+            addend_rows=None if addend is None else addend.rows,
+            addend_values=None if addend is None else addend.values,
         )
         for name, value in {
             "query": query,
             "coverage": coverage,
             "residual": residual,
             **settings,
+            "gate_only": gate_only,
+            "addend": addend,
             "compiled": compiled,
         }.items():
             if isinstance(value, np.ndarray):
@@ -140,6 +190,17 @@ class Columns:
             gate=gate,
             clamp_novelty=clamp_novelty,
         )
+
+    @property
+    def gated_addend(self) -> bool:
+        """Whether what is added for single rows decides who passes."""
+        return self.addend is not None and bool((np.diff(self.addend.starts)[self.gate < np.inf] > 0).any())
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are made of scale, shift and weight alone."""
+        gates_only = self.gate_only is not None and bool(self.gate_only.any())
+        return not (gates_only or self.factors_above_zero or (self.addend is not None and len(self.addend.rows)))
 
     @property
     def dim(self) -> int:

@@ -74,3 +74,59 @@ class Depth(float, Enum):
 SAFE_EXPONENT: Final = 200
 """Readings, "Exact arithmetic": a vector whose largest magnitude lies outside 2^±this is scaled by an exact
 power of two first. 200 and not more, since the product of two squared norms must stay a float64."""
+
+# The calibrated mode, an extension: the numbers below are this project's, not the specification's.
+
+CALIBRATED_GATE: Final = 2.0
+"""Deviations above the store's mean that the best column of a candidate must reach."""
+
+LEXICAL_WEIGHT: Final = 0.25
+"""Share of the z-score of BM25 in a sub-query's score."""
+
+BM25_K1: Final = 1.2
+BM25_B: Final = 0.75
+
+FEEDBACK_WEIGHT: Final = 0.4
+"""Share of the z-score along the task's own direction."""
+
+FEEDBACK_FACTS: Final = 5
+"""Facts per sub-query that make that direction."""
+
+NEED_FLOOR: Final = 0.35
+"""What a sub-query keeps of its need, however well it is covered."""
+
+MIN_NEW_SHARE: Final = 0.15
+"""Share of never packed facts among the qualified below which the store is exhausted."""
+
+SOURCE_REACH: Final = 3
+"""Neighbours on either side of a fact in its source that count, each with weight 1 / distance."""
+
+SOURCE_SHRINKAGE: Final = 5
+"""Facts of score 0 that a source's mean is taken with."""
+
+NO_DEVIATION: Final = 1e-9
+"""Numbers that spread less than this over a store do not tell facts apart: their z-score is 0."""
+
+_STOP_WORDS = """
+a about above across after afterwards again against all almost alone along already also although always am among
+amongst amoungst amount an and another any anyhow anyone anything anyway anywhere are around as at back be
+became because become becomes becoming been before beforehand behind being below beside besides between beyond
+bill both bottom but by call can cannot cant co con could couldnt cry de describe detail do done down due during
+each eg eight either eleven else elsewhere empty enough etc even ever every everyone everything everywhere
+except few fifteen fifty fill find fire first five for former formerly forty found four from front full further
+get give go had has hasnt have he hence her here hereafter hereby herein hereupon hers herself him himself his
+how however hundred i ie if in inc indeed interest into is it its itself keep last latter latterly least less
+ltd made many may me meanwhile might mill mine more moreover most mostly move much must my myself name namely
+neither never nevertheless next nine no nobody none noone nor not nothing now nowhere of off often on once one
+only onto or other others otherwise our ours ourselves out over own part per perhaps please put rather re same
+see seem seemed seeming seems serious several she should show side since sincere six sixty so some somehow
+someone something sometime sometimes somewhere still such system take ten than that the their them themselves
+then thence there thereafter thereby therefore therein thereupon these they thick thin third this those though
+three through throughout thru thus to together too top toward towards twelve twenty two un under until up upon
+us very via was we well were what whatever when whence whenever where whereafter whereas whereby wherein
+whereupon wherever whether which while whither who whoever whole whom whose why will with within without would
+yet you your yours yourself yourselves
+"""
+
+STOP_WORDS: Final = frozenset(_STOP_WORDS.split())
+"""The English stop words of the Glasgow Information Retrieval Group."""

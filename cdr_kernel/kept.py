@@ -205,7 +205,7 @@ class RowCache:
 
 def _question(columns: Columns) -> bytes:
     """What decides who passes: every gated column's vector and settings."""
-    parts = [columns.query, columns.gate[:1], columns.scale[:1], columns.shift[:1]]
+    parts: list[npt.NDArray[Any]] = [columns.query, columns.gate[:1], columns.scale[:1], columns.shift[:1]]
     for j in np.flatnonzero(columns.gate[RESIDUAL:] < np.inf):
         at = RESIDUAL + j
         parts += [
@@ -214,6 +214,8 @@ def _question(columns: Columns) -> bytes:
             columns.scale[at : at + 1],
             columns.shift[at : at + 1],
         ]
+    if columns.addend is not None and columns.gated_addend:
+        parts += list(columns.addend)
     return b"".join(part.tobytes() for part in parts)
 
 

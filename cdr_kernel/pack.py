@@ -1,9 +1,10 @@
-"""Greedy fill of a token budget: a ranking in, the envelope of one window out.
+"""Fill of a token budget: a ranking in, the envelope of one window out.
 
     envelope = pack_facts(ranking, 4000)                     # or count_tokens=length_by_my_tokenizer
     envelope.text, envelope.tokens, envelope.skipped
 
-The best facts come first, and a shorter one may still fit where a longer one did not.
+Greedy, the best facts come first; by need, sub-queries take turns. A shorter fact may still fit where a longer one did
+not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.session import EXHAUSTIONS, check_integer
@@ -58,6 +61,13 @@ class Envelope:
             return None
         return max(MIN_NOVELTY_FLOOR, min(1.0, float(self.ranking.novelty.min())))
 
+    @property
+    def new_share(self) -> float:
+        """Of the facts that passed the calibrated mode's gate, the share that was never packed before; 0.0 for an
+        empty envelope and for a ranking of mode "spec"."""
+        share = self.ranking.new_share
+        return share if share is not None and len(self.ranking) else 0.0
+
     def novelty_ratio(self, exhaustion: str = "score") -> float:
         """§6, exit 3: the mean over the packed facts of final score / query relevance (R11).
 
@@ -78,38 +88,80 @@ class Envelope:
         return math.fsum(ratios) / len(ratios)
 
 
+class _ByNeed:
+    """Positions in the order in which sub-queries ask for them, each once."""
+
+    def __init__(self, ranking: Ranking) -> None:
+        assert ranking.by_sub_query is not None
+        sequence = np.array([fact.sequence for fact in ranking.facts])
+        self._lists = [np.lexsort((sequence, -values)).tolist() for values in ranking.by_sub_query.T]
+        self._places = [0] * len(self._lists)
+        self._need = np.array(ranking.need)
+        self._got = np.zeros(len(self._need))
+        self._seen: set[int] = set()
+        self._turn = 0
+
+    def next(self) -> int:
+        """The next position that was not given yet; there is one."""
+        j = self._turn = int((self._need / (self._got + 1.0)).argmax())
+        listed = self._lists[j]
+        while listed[self._places[j]] in self._seen:
+            self._places[j] += 1
+        position: int = listed[self._places[j]]
+        self._seen.add(position)
+        return position
+
+    def got(self) -> None:
+        """The last position was packed."""
+        self._got[self._turn] += 1.0
+
+
 def pack_facts(
     ranking: Ranking,
     token_budget: int,
     *,
     count_tokens: Callable[[str], int] = count_tokens_default,
     max_facts: int | None = None,
+    pack: str | None = None,
 ) -> Envelope:
     """Take the facts in their order as long as they fit, going on past one that does not.
+
+    pack: "greedy" takes them in the ranking's order. "need" gives each slot to the sub-query with the largest need /
+    (facts it got + 1), the first of equals, and fills it with that sub-query's best fact not packed yet; it takes a
+    ranking of the calibrated mode. None: "need" for such a ranking, else "greedy".
 
     token_budget: int >= 0. count_tokens: the tokens of a fact's text, an int >= 1 (the newlines of
     `Envelope.text` are not counted). max_facts: int >= 0, None for no limit.
 
-    ValueError for a negative budget or limit and for a token count that is no int >= 1; TypeError for a
-    budget or limit that is no int.
+    ValueError for a negative budget or limit, for a token count that is no int >= 1 and for another `pack`;
+    TypeError for a budget or limit that is no int.
     """
+    if pack not in (None, "greedy", "need"):
+        raise ValueError(f'pack must be "greedy", "need" or None, got {pack!r}')
+    if pack == "need" and ranking.by_sub_query is None:
+        raise ValueError('pack="need" takes a ranking of mode "calibrated"')
     token_budget = check_integer(token_budget, "token_budget", 0)
     if max_facts is not None:
         max_facts = check_integer(max_facts, "max_facts", 0)
     packed: list[int] = []
     tokens = skipped = 0
-    for position, fact in enumerate(ranking.facts):
+    by_need = _ByNeed(ranking) if pack != "greedy" and ranking.by_sub_query is not None else None
+    for seen in range(len(ranking.facts)):
         if len(packed) == max_facts:
             break
         if tokens == token_budget:  # nothing is shorter than one token
-            skipped += len(ranking.facts) - position
+            skipped += len(ranking.facts) - seen
             break
+        position = seen if by_need is None else by_need.next()
+        fact = ranking.facts[position]
         count = count_tokens(fact.text)
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count_tokens must return an int >= 1, got {count!r} for fact {fact.id!r}")
         if tokens + int(count) <= token_budget:
             packed.append(position)
             tokens += int(count)
+            if by_need is not None:
+                by_need.got()
         else:
             skipped += 1
     return Envelope(ranking.take(packed), tokens, token_budget, skipped)

@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
-from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.evidence import Asked, ask
 from cdr_kernel.kept import KeptRows
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import best_first, cdr_score, check_k
-from cdr_kernel.session import Session, SessionState
+from cdr_kernel.session import Feedback, Session, SessionState
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
 
 Multiplier: TypeAlias = "Mapping[str, float] | npt.ArrayLike"
@@ -33,6 +34,11 @@ class Ranking:
 
     qualified: how many facts passed the gate, before k; guard_activations: how many of these got an n-gram penalty
     (§8.3); coverage_depth: coverage entries at ranking time (§8.2, reading R14); store_version: the version ranked.
+
+    In the calibrated mode relevance and residual_pull are in deviations above the store's mean, residual_pull is the
+    need-weighted maximum over all sub-queries, coverage is centred or 0, and facts out for having been packed do not
+    count as qualified. new_share: of those that passed the gate, the share never packed (None: none passed, or mode
+    "spec"). by_sub_query: float64 [M, S], what packing by need goes by; need: [S]; feedback: see `Session.update`.
     """
 
     facts: tuple[Fact, ...]
@@ -49,6 +55,10 @@ class Ranking:
     guard_activations: int
     coverage_depth: int
     store_version: int
+    new_share: float | None = None
+    by_sub_query: Float64 | None = None
+    need: tuple[float, ...] = ()
+    feedback: Feedback | None = None
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -128,15 +138,16 @@ def rank_many(
         if view.embedding_model != session.embedding_model:
             raise EmbeddingModelMismatch("store", session.embedding_model, view.embedding_model)
         states.append(session.state)  # one state, whatever other threads do to the session
-    columns = [
-        session.columns(query, state=state) for query, session, state in zip(queries, sessions, states, strict=True)
+    asked = [
+        ask(query, retriever, session, state, view)
+        for query, session, state in zip(queries, sessions, states, strict=True)
     ]
     factors = _multiplier(multiplier, view)
+    columns = [each.columns for each in asked]
     by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
     found = retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
     return [
-        _Window(*asked, retriever, view).ranking(k, factors)
-        for asked in zip(sessions, states, columns, found, strict=True)
+        _Window(*each, retriever, view).ranking(k, factors) for each in zip(sessions, states, asked, found, strict=True)
     ]
 
 
@@ -146,32 +157,42 @@ class _Window:
 
     session: Session
     state: SessionState
-    columns: Columns
+    asked: Asked
     kept: KeptRows
     retriever: Retriever
     view: StoreView
 
     def ranking(self, k: int | None, factors: Float64 | None) -> Ranking:
         """The k best (all for None)."""
-        view = self.view
+        view, parts = self.view, self.session.calibrated
         kept, guard = self.kept, self.state.guard
         if guard is not None:
             kept = self.retriever.cache.with_overlap(self.session, kept, guard, view)
         positions = np.flatnonzero(view.alive[kept.rows])
-        if self.session.exclude_packed and self.state.packed:
+        if k is not None and len(positions) < k:
+            self.session.warn_of_gate(len(positions), len(view), k)
+        fresh, new_share = np.ones(len(positions), np.bool_), None
+        if (self.session.exclude_packed or parts is not None) and self.state.packed:
             rows = kept.rows[positions]
-            positions = positions[[view.id_of(row) not in self.state.packed for row in rows.tolist()]]
+            fresh = np.array([view.id_of(row) not in self.state.packed for row in rows.tolist()], np.bool_)
+        if parts is not None and len(fresh):
+            new_share = float(np.count_nonzero(fresh)) / len(fresh)
+        if self.session.exclude_packed or (parts is not None and parts.packed_penalty == 1.0):
+            positions, fresh = positions[fresh], fresh[fresh]
         rows = kept.rows[positions]
         overlap = np.zeros(len(rows), np.int32) if kept.overlap is None else kept.overlap[positions]
         importance = view.importance[rows]
         multiplier = None if factors is None else factors[rows]
-        if k is not None and k < len(rows):
+        if parts is not None and not fresh.all():
+            penalty = np.where(fresh, 1.0, 1.0 - parts.packed_penalty)
+            multiplier = penalty if multiplier is None else penalty * multiplier
+        if k is not None and k < len(rows) and parts is None:
             chosen = self._best(kept, positions, importance, multiplier, overlap, k)
         else:
             chosen = np.arange(len(rows))
         scores = cdr_score(
             view.blocks,
-            self.columns,
+            self.asked.columns,
             rows=rows[chosen],
             squared_norms=view.squared_norms,
             importance=importance[chosen],
@@ -180,7 +201,7 @@ class _Window:
         )
         best = best_first(scores.score, scores.rows, k)
         at = chosen[best]
-        return Ranking(
+        ranking = Ranking(
             facts=tuple(view.facts(scores.rows[best])),
             score=scores.score[best],
             score_without_guard=scores.score_without_guard[best],
@@ -195,6 +216,21 @@ class _Window:
             guard_activations=int(np.count_nonzero(overlap)),
             coverage_depth=len(self.state.coverage),
             store_version=view.version,
+        )
+        return ranking if parts is None else self._by_sub_query(ranking, scores.rows[best], new_share)
+
+    def _by_sub_query(self, ranking: Ranking, rows: Int64, new_share: float | None) -> Ranking:
+        """The ranking of these rows with what the calibrated mode's packing and exits go by."""
+        columns, scored = self.asked.columns, self.asked.scored
+        values = _C.column_values(self.view.blocks, self.view.squared_norms, columns.compiled, rows)
+        x = values[:, scored.start - 1 : scored.stop - 1]  # they leave the coverage column out
+        factor = ranking.importance * ranking.multiplier * ranking.novelty * (1.0 - ranking.ngram_penalty)
+        return replace(
+            ranking,
+            new_share=new_share,
+            by_sub_query=np.where(x > 0.0, x * factor[:, None], x),
+            need=tuple(columns.weight[scored].tolist()),
+            feedback=self.asked.feedback,
         )
 
     def _best(
@@ -211,9 +247,10 @@ class _Window:
             return positions[:0]
         rows = kept.rows[positions]
         codes = self.retriever.codes(self.view)
-        if self.columns.coverage is None and len(self.columns.residual) == 0 and codes is not None:
+        columns = self.asked.columns
+        if columns.coverage is None and len(columns.residual) == 0 and codes is not None:
             if kept.low is None:
-                return codes.top(self.columns, self.view, rows, k, importance, multiplier, overlap)
+                return codes.top(columns, self.view, rows, k, importance, multiplier, overlap)
             strength = importance if multiplier is None else importance * multiplier
             return kept.likely(positions, strength, _after_guard(overlap), k)
         shares = np.zeros(len(self.session.sub_queries))
@@ -222,11 +259,11 @@ class _Window:
         index = {item.id: j for j, item in enumerate(self.session.sub_queries)}
         for entry in entries if total else ():
             shares[index[entry.sub_query_id]] += entry.depth_weight / total
-        pulling = self.state.residual if len(self.columns.residual) else ()
+        pulling = self.state.residual if len(columns.residual) else ()
         remaining = np.array([index[item.id] for item in pulling], np.int64)
-        kept = self.retriever.cache.with_values(self.session, kept, self.columns, self.session.embeddings, self.view)
+        kept = self.retriever.cache.with_values(self.session, kept, columns, self.session.embeddings, self.view)
         strength = (importance if multiplier is None else importance * multiplier) * _after_guard(overlap)
-        chosen = kept.best(positions, self.columns, shares, remaining, strength, k)
+        chosen = kept.best(positions, columns, shares, remaining, strength, k)
         return np.searchsorted(positions, chosen)
 
 

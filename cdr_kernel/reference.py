@@ -15,11 +15,15 @@ A vector is any sequence of finite floats that are not all zero. Everything is c
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cdr_kernel.constants import (
+    BM25_B,
+    BM25_K1,
+    CALIBRATED_GATE,
     CDR_MIN_RELEVANCE,
     CKF_EXHAUSTED,
     COMPLETION_THRESHOLD,
@@ -28,20 +32,28 @@ from cdr_kernel.constants import (
     EXHAUSTION_RATIO,
     EXIT_REASONS,
     EXIT_SLACK,
+    FEEDBACK_FACTS,
+    FEEDBACK_WEIGHT,
     GUARANTEE_COVERAGE_SCORE,
     GUARD_ALERT_SHARE,
     IN_PROGRESS,
+    LEXICAL_WEIGHT,
     LIMIT_REACHED,
     MAX_DEPTH_FROM_WORDS,
     MAX_WINDOWS,
     MAX_WINDOWS_LIMIT,
     MIN_NOVELTY_FLOOR,
+    NEED_FLOOR,
     NGRAM_PENALTY_CAP,
     NGRAM_PENALTY_STEP,
     NGRAM_SIZE,
+    NO_DEVIATION,
     SAFE_EXPONENT,
     SAFETY_BUDGET_DEPLETED,
     SAFETY_BUDGET_FLOOR,
+    SOURCE_REACH,
+    SOURCE_SHRINKAGE,
+    STOP_WORDS,
     TASK_COMPLETE,
 )
 
@@ -54,7 +66,8 @@ class Fact:
     """One fact of the store (CKF).
 
     `importance_weight` (§2.2) and `multiplier` (a further factor per fact, such as recency) are finite and >=
-    0. `sequence` decides ties (R26); None stands for the position in the list that is ranked.
+    0. `sequence` decides ties (R26); None stands for the position in the list that is ranked. `source` and
+    `position` in it are used by the calibrated mode alone.
     """
 
     embedding: Vector
@@ -63,6 +76,8 @@ class Fact:
     multiplier: float = 1.0
     id: str | None = None
     sequence: int | None = None
+    source: str | None = None
+    position: int | None = None
 
 
 @dataclass
@@ -72,6 +87,7 @@ class Entry:
     embedding: Vector
     depth_weight: float
     window_number: int = 1
+    sub_query_id: str = ""
 
 
 @dataclass
@@ -373,6 +389,7 @@ def update_session_after_window(session: ReferenceSession, report: Report, windo
             embedding=scaled(by_id[name].embedding),
             depth_weight=report.depth_by_sub_query.get(name, DEFAULT_DEPTH),
             window_number=session.window_count + 1,
+            sub_query_id=name,
         )
         for name in report.addressed
     ]
@@ -611,3 +628,309 @@ def headers(
         result["CRP-Context-Mode"] = CKF_EXHAUSTED
         result["CRP-Onboarding-Hint"] = "ingest-more-documents-for-continued-quality"
     return result
+
+
+# Columns: what a window may ask in general. §2 is the setting scale 1, shift 0, weight 1, gate on the query alone.
+
+
+@dataclass
+class Column:
+    """A vector and what its cosine becomes: scale * cosine + shift + addend.
+
+    A fact passes if any column's value is at or above that column's gate (infinity: no gate). A column that is
+    `gate_only` takes no part in the score; the others do with their weight. addend: by position of the fact.
+    """
+
+    embedding: Vector
+    scale: float = 1.0
+    shift: float = 0.0
+    weight: float = 1.0
+    gate: float = math.inf
+    gate_only: bool = False
+    addend: Mapping[int, float] = field(default_factory=dict)
+
+
+def column_value(fact: Fact, position: int, column: Column) -> float:
+    """The value of a column for the fact at this position."""
+    value = column.scale * cosine(fact.embedding, column.embedding) + column.shift
+    return value + column.addend.get(position, 0.0)
+
+
+def column_rank(
+    facts: Sequence[Fact],
+    query: Column,
+    residual: Sequence[Column] = (),
+    *,
+    coverage: Vector | None = None,
+    coverage_scale: float = 1.0,
+    coverage_shift: float = 0.0,
+    clamp_novelty: bool = False,
+    factors_above_zero: bool = False,
+    overlap: Mapping[int, int] | None = None,
+) -> list[Scored]:
+    """The facts that pass a gate, best first, ties by sequence.
+
+    The effective relevance is the largest weight * value of the columns that score; without such a residual column
+    the pull is 0, as in §2.2. coverage: a vector whose dot product with the unit fact, scaled and shifted, is the
+    coverage score; None for 0. factors_above_zero: importance, multiplier, novelty and penalty leave an effective
+    relevance that is not above 0 as it is. overlap: n-grams already written, by position.
+    """
+    ranking = []
+    for position, fact in enumerate(facts):
+        values = [column_value(fact, position, column) for column in (query, *residual)]
+        if not any(value >= column.gate for value, column in zip(values, (query, *residual), strict=True)):
+            continue
+        pulls = [c.weight * v for c, v in zip(residual, values[1:], strict=True) if not c.gate_only]
+        pull = max(pulls, default=0.0)
+        effective = pull if query.gate_only else max(query.weight * values[0], pull)
+        covered = 0.0
+        if coverage is not None:
+            length = math.sqrt(dot(scaled(fact.embedding), scaled(fact.embedding)))
+            covered = coverage_scale * (dot(scaled(fact.embedding), coverage) / length) + coverage_shift
+        fresh = novelty(covered, clamp_novelty=clamp_novelty)
+        penalty = ngram_penalty((overlap or {}).get(position, 0))
+        without_guard = fact.importance_weight * fact.multiplier * effective * fresh
+        score = without_guard * (1.0 - penalty)
+        if factors_above_zero and effective <= 0.0:
+            without_guard = score = effective
+        scored = Scored(
+            fact=fact,
+            relevance=values[0],
+            coverage=covered,
+            residual_pull=pull,
+            novelty=fresh,
+            ngram_overlap=(overlap or {}).get(position, 0),
+            ngram_penalty=penalty,
+            score_without_guard=without_guard,
+            score=score,
+        )
+        sequence = position if fact.sequence is None else fact.sequence
+        ranking.append((-score, sequence, position, scored))
+    ranking.sort(key=lambda entry: entry[:3])
+    return [scored for *_, scored in ranking]
+
+
+# The calibrated mode: an extension beside the specification's formula, never instead of it
+
+
+@dataclass
+class CalibratedSession(ReferenceSession):
+    """A session of the calibrated mode. `packed` and `direction` change from window to window, the rest is fixed.
+
+    gate, gate_on: a fact qualifies if its z-score to the query ("query"), or the best one to query and sub-queries
+    ("best"), is at or above the gate. packed: ids of facts packed so far. direction: that of the task feedback, fixed
+    at the first window. source_weight above 0 replaces the feedback.
+    """
+
+    gate: float = CALIBRATED_GATE
+    gate_on: str = "best"
+    lexical_weight: float = LEXICAL_WEIGHT
+    feedback_weight: float = FEEDBACK_WEIGHT
+    source_weight: float = 0.0
+    need_floor: float = NEED_FLOOR
+    packed_penalty: float = 1.0
+    centred_coverage: bool = False
+    packed: set[str | None] = field(default_factory=set)
+    direction: list[float] | None = None
+
+
+def unit(vector: Vector) -> list[float]:
+    """The vector divided by its length."""
+    values = scaled(vector)
+    length = math.sqrt(dot(values, values))
+    return [x / length for x in values]
+
+
+def z_scores(values: Sequence[float]) -> list[float]:
+    """(value - mean) / deviation, the deviation that of the population; 0 where there is none."""
+    mean = math.fsum(values) / len(values)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    return [(value - mean) / deviation if deviation > NO_DEVIATION else 0.0 for value in values]
+
+
+def lexical_words(text: str) -> list[str]:
+    """camelCase split, lower case, a final ies, es, s, ing, ed dropped, ASCII words of two characters or more that
+    begin with a letter and are no stop words."""
+    plain = re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower()
+    plain = re.sub(r"(ies|es|s|ing|ed)\b", "", plain)
+    return [word for word in re.findall(r"[A-Za-z][A-Za-z0-9]+", plain) if word not in STOP_WORDS]
+
+
+def bm25(texts: Sequence[str], query: str) -> list[float]:
+    """BM25 of every text for the query's distinct words, with idf = ln(1 + (N - df + .5) / (df + .5))."""
+    split = [lexical_words(text) for text in texts]
+    total = sum(map(len, split))
+    scores = [0.0] * len(texts)
+    for word in dict.fromkeys(lexical_words(query)):
+        df = sum(word in words for words in split)
+        idf = math.log(1.0 + (len(texts) - df + 0.5) / (df + 0.5))
+        for i, words in enumerate(split):
+            tf = words.count(word)
+            if tf:
+                length = BM25_K1 * (1.0 - BM25_B + BM25_B * len(words) * len(texts) / total)
+                scores[i] += idf * tf * (BM25_K1 + 1.0) / (tf + length)
+    return scores
+
+
+def best_first(facts: Sequence[Fact], values: Sequence[float]) -> list[int]:
+    """Positions by value, largest first, ties by sequence."""
+
+    def key(i: int) -> tuple[float, int, int]:
+        sequence = facts[i].sequence
+        return -values[i], i if sequence is None else sequence, i
+
+    return sorted(range(len(facts)), key=key)
+
+
+def lexical_scores(facts: Sequence[Fact], session: CalibratedSession) -> list[list[float]]:
+    """Items 1 and 2, by sub-query and fact: z(cosine) + lexical_weight * z(BM25)."""
+    columns = []
+    for item in session.task_sub_queries:
+        dense = z_scores([cosine(fact.embedding, item.embedding) for fact in facts])
+        words = z_scores(bm25([fact.content for fact in facts], item.text))
+        columns.append([d + session.lexical_weight * w for d, w in zip(dense, words, strict=True)])
+    return columns
+
+
+def feedback_positions(facts: Sequence[Fact], columns: Sequence[Sequence[float]]) -> list[int]:
+    """Item 3, P: the positions of the 5 best facts of each sub-query, together, ascending."""
+    return sorted({i for values in columns for i in best_first(facts, values)[:FEEDBACK_FACTS]})
+
+
+def feedback_direction(facts: Sequence[Fact], positions: Sequence[int]) -> list[float]:
+    """Item 3, g: the mean of their unit vectors less the mean of all facts'."""
+    units = [unit(fact.embedding) for fact in facts]
+    chosen = [math.fsum(units[i][d] for i in positions) / len(positions) for d in range(len(units[0]))]
+    return [c - math.fsum(u[d] for u in units) / len(units) for d, c in enumerate(chosen)]
+
+
+def source_evidence(facts: Sequence[Fact], columns: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Item 7, by sub-query and fact: A + pmax + pmean; 0 for a fact without a source or a position in it.
+
+    A: the mean of up to three neighbours on either side in the same source, with weight 1 / distance, over at least
+    1. pmax, pmean: the source's sum of the largest (of the mean) over sub-queries, over its facts + 5.
+    """
+    by_source: dict[str, list[int]] = {}
+    for i, fact in enumerate(facts):
+        if fact.source is not None and fact.position is not None:
+            by_source.setdefault(fact.source, []).append(i)
+    result = [[0.0] * len(facts) for _ in columns]
+    for members in by_source.values():
+        members.sort(key=lambda i: (facts[i].position, i if facts[i].sequence is None else facts[i].sequence))
+        shrunk = len(members) + SOURCE_SHRINKAGE
+        largest = math.fsum(max(values[i] for values in columns) for i in members) / shrunk
+        mean = math.fsum(math.fsum(values[i] for values in columns) / len(columns) for i in members) / shrunk
+        for place, i in enumerate(members):
+            near = [
+                (1.0 / abs(step), members[place + step])
+                for step in range(-SOURCE_REACH, SOURCE_REACH + 1)
+                if step and 0 <= place + step < len(members)
+            ]
+            weight = max(1.0, math.fsum(w for w, _ in near))
+            for j, values in enumerate(columns):
+                result[j][i] = math.fsum(w * values[n] for w, n in near) / weight + largest + mean
+    return result
+
+
+def sub_query_scores(facts: Sequence[Fact], session: CalibratedSession) -> list[list[float]]:
+    """X, by sub-query and fact: items 1, 2 and 3, or with source_weight 1, 2 and 7."""
+    columns = lexical_scores(facts, session)
+    if session.source_weight:
+        evidence = source_evidence(facts, columns)
+        return [
+            [x + session.source_weight * e for x, e in zip(values, more, strict=True)]
+            for values, more in zip(columns, evidence, strict=True)
+        ]
+    if session.feedback_weight == 0.0:
+        return columns
+    direction = session.direction
+    if direction is None:
+        direction = feedback_direction(facts, feedback_positions(facts, columns))
+    along = z_scores([dot(unit(fact.embedding), direction) for fact in facts])
+    return [[x + session.feedback_weight * a for x, a in zip(values, along, strict=True)] for values in columns]
+
+
+def needs(session: CalibratedSession) -> list[float]:
+    """Item 4, by sub-query: max(floor, 1 - min(1, depth / .9)), depth the sum of what was reported, at most 1.
+
+    Where that leaves no need at all (a floor of 0), all are 1.
+    """
+    found = []
+    for item in session.task_sub_queries:
+        depth = math.fsum(e.depth_weight for e in session.coverage_set if e.sub_query_id == item.id)
+        found.append(max(session.need_floor, 1.0 - min(1.0, min(1.0, depth) / MAX_DEPTH_FROM_WORDS)))
+    return found if any(found) else [1.0] * len(found)
+
+
+@dataclass
+class CalibratedScored:
+    """A fact that qualified: its score, and by sub-query what packing goes by."""
+
+    fact: Fact
+    relevance: float
+    score: float
+    by_sub_query: list[float]
+
+
+def calibrated_rank(
+    facts: Sequence[Fact], query_embedding: Vector, session: CalibratedSession
+) -> tuple[list[CalibratedScored], float | None]:
+    """The qualified facts, best first, and the share of them that was never packed (None when none qualified).
+
+    Items 1 to 7 of the mode. The plain score is the need-weighted maximum over sub-queries. What multiplies a score
+    (importance, multiplier, n-gram factor, centred coverage, 1 - packed_penalty for packed facts) does so where it is
+    above 0; a packed_penalty of 1 takes packed facts out. Centred coverage: 2 * max(0, weighted mean of the cosines
+    to what is covered - their mean over all sub-queries).
+    """
+    to_query = z_scores([cosine(fact.embedding, query_embedding) for fact in facts])
+    gates = [to_query]
+    if session.gate_on == "best":
+        for item in session.task_sub_queries:
+            gates.append(z_scores([cosine(fact.embedding, item.embedding) for fact in facts]))
+    columns = sub_query_scores(facts, session)
+    need = needs(session)
+    qualified = new = 0
+    ranking = []
+    for i, fact in enumerate(facts):
+        if max(values[i] for values in gates) < session.gate:
+            continue
+        qualified += 1
+        was_packed = fact.id in session.packed
+        new += not was_packed
+        if was_packed and session.packed_penalty == 1.0:
+            continue
+        fresh = 1.0
+        if session.centred_coverage:
+            plain = [cosine(fact.embedding, item.embedding) for item in session.task_sub_queries]
+            covered = coverage_score(fact, session.coverage_set)
+            if any(entry.depth_weight for entry in session.coverage_set):
+                fresh = novelty(max(0.0, 2.0 * (covered - math.fsum(plain) / len(plain))))
+        overlap = count_matching_ngrams(fact.content, session.ngram_blacklist)
+        factor = fact.importance_weight * fact.multiplier * fresh * (1.0 - ngram_penalty(overlap))
+        if was_packed:
+            factor *= 1.0 - session.packed_penalty
+        x = [values[i] for values in columns]
+        plain_score = max(n * value for n, value in zip(need, x, strict=True))
+        scored = CalibratedScored(
+            fact=fact,
+            relevance=to_query[i],
+            score=plain_score * factor if plain_score > 0.0 else plain_score,
+            by_sub_query=[value * factor if value > 0.0 else value for value in x],
+        )
+        ranking.append(scored)
+    order = best_first([scored.fact for scored in ranking], [scored.score for scored in ranking])
+    return [ranking[i] for i in order], new / qualified if qualified else None
+
+
+def pack_by_need(ranking: Sequence[CalibratedScored], need: Sequence[float], k: int) -> list[CalibratedScored]:
+    """Item 5: each slot goes to the sub-query with the largest need / (got + 1), the first of equals, and is filled
+    with its best fact not yet packed."""
+    facts = [scored.fact for scored in ranking]
+    lists = [best_first(facts, [scored.by_sub_query[j] for scored in ranking]) for j in range(len(need))]
+    got = [0] * len(need)
+    taken: list[int] = []
+    while len(taken) < k and len(taken) < len(ranking):
+        j = max(range(len(need)), key=lambda j: need[j] / (got[j] + 1))
+        taken.append(next(i for i in lists[j] if i not in taken))
+        got[j] += 1
+    return [ranking[i] for i in taken]

@@ -18,9 +18,11 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache
+from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first, check_k
 from cdr_kernel.store import FactStore, StoreView
@@ -70,6 +72,8 @@ class Retriever:
     Added facts are seen by the next search, removed ones are masked. The FAISS kinds keep a float32 copy of the rows. A
     retriever keeps what it found for a session (held weakly, at most ``cache_bytes`` in all), so that later windows
     of the same query read only that. One retriever may serve many threads.
+
+    moments, lexical: the calibration and the word index of the store, empty until the calibrated mode asks.
     """
 
     def __init__(
@@ -84,6 +88,9 @@ class Retriever:
         self.store = store
         self.kind = kind
         self.nprobe = int(nprobe)
+        self.moments = Moments()
+        self.lexical = LexicalIndex()
+        self.evidence: dict[Any, Any] = {}  # what the last few tasks found in this store, by task and version
         self._cache = RowCache(cache_bytes)
         self._lock = threading.Lock()
         self._codes: ScanIndex | None = None
@@ -123,7 +130,7 @@ class Retriever:
             if c.dim != view.dim:
                 raise ValueError(f"query: expected dimension {view.dim} (that of the store), got {c.dim}")
         codes = self.codes(view)
-        if codes is not None:
+        if codes is not None and not any(c.gated_addend for c in columns):
             return codes.candidates_each(list(columns), view)
         found = []
         for c in columns:
@@ -278,10 +285,14 @@ def _cosine_gates(columns: Columns) -> list[tuple[npt.NDArray[np.float32], float
         gate, scale, shift = columns.gate[j], columns.scale[j], columns.shift[j]
         if j == COVERAGE or gate == np.inf:
             continue
-        if gate == -np.inf or scale <= 0.0:
+        added = 0.0 if columns.addend is None else float(columns.addend.column(j)[1].max(initial=0.0))
+        nearly = gate - 4 * _FLOAT64_EPS * (abs(gate) + abs(shift) + added)
+        if gate == -np.inf or scale < 0.0 or (scale == 0.0 and shift + added >= nearly):
             return None
-        threshold = (gate - shift) / scale
-        slack = (columns.dim + 16) * _FLOAT32_EPS + 4 * _FLOAT64_EPS * (abs(gate) + abs(shift)) / scale
+        if scale == 0.0:
+            continue
+        threshold = (gate - shift - added) / scale
+        slack = (columns.dim + 16) * _FLOAT32_EPS + 4 * _FLOAT64_EPS * (abs(gate) + abs(shift) + added) / scale
         gates.append(((vectors[j] / np.linalg.norm(vectors[j])).astype(np.float32), threshold - slack))
     return gates
 

@@ -199,6 +199,8 @@ class ScanIndex:
         """
         self._check(view)
         self._check_columns(columns)
+        if not columns.plain:
+            raise ValueError("columns: expected all of them to score, without addends, below zero as above")
         return self._state.compiled.top(
             view.blocks,
             view.squared_norms,
@@ -287,6 +289,8 @@ class ScanIndex:
     def _check_columns(self, columns: Columns) -> None:
         if columns.dim != self.dim:
             raise ValueError(f"columns: expected dimension {self.dim} (that of the codes), got {columns.dim}")
+        if columns.gated_addend:
+            raise ValueError("columns: expected no addend in a gated column, the codes know nothing of single rows")
 
     def _encode(self, view: StoreView, first: int, run: _Run, advance: Callable[[int], object] | None) -> float:
         """Fill the run with the codes of the rows from first on; returns the largest norm of their codes."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from cdr_kernel.arrays import Float64, Int64, is_tensor, take_rows
-from cdr_kernel.columns import COVERAGE, QUERY, Columns
+from cdr_kernel.columns import COVERAGE, QUERY, RESIDUAL, Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def torch_candidates(
     norms = None if squared_norms is None else np.sqrt(squared_norms)
     if norms is not None and index is not None:
         norms = norms[index]
-    found = [_Found(c, f, device) for c, f in zip(sessions, factors, strict=True)]
+    found = [_Found(c, f, device, index) for c, f in zip(sessions, factors, strict=True)]
     for start, stop, rows in _chunks(data, index, unit.shape[1]):
         chunk_norms = None if norms is None else torch.from_numpy(norms[start:stop])
         x, bound = _dots(rows, chunk_norms, unit)
@@ -60,8 +60,9 @@ def torch_candidates(
 class _Found:
     """What one session's formula says of the chunks so far."""
 
-    def __init__(self, columns: Columns, factors: Factors, device: torch.device) -> None:
+    def __init__(self, columns: Columns, factors: Factors, device: torch.device, index: Int64 | None) -> None:
         self.columns = columns
+        self._index = index
         self._factors = factors
         self._device = device
         self._kept: list[Int64] = []
@@ -82,6 +83,12 @@ class _Found:
         )
         values = x * scale + shift
         size = scale.abs() + shift.abs()
+        if c.addend is not None:
+            for j in range(len(c.scale)):
+                added = self._added(*c.addend.column(j), start, len(x))
+                if added is not None:
+                    values[:, j] += torch.from_numpy(added).to(values)
+                    size[j] += float(np.abs(added).max())
         off = scale.abs() * bound + 4 * ulp * size
         if c.coverage is not None:  # the one column that is no unit vector
             off[COVERAGE] *= max(1.0, float(np.linalg.norm(c.coverage)))
@@ -98,9 +105,10 @@ class _Found:
         values, certain = values[positions].double(), sure.any(1)[positions]
         weight, off, size = weight.double(), off.double(), size.double()
         weighted = weight * values
+        weighted[:, torch.from_numpy(np.array(c.gate_only)).to(weighted.device)] = -torch.inf
         weighted[:, COVERAGE] = weighted[:, QUERY]
         effective = weighted.amax(1)
-        if len(c.residual) == 0:
+        if c.gate_only is None or c.gate_only[RESIDUAL:].all():
             effective = effective.clamp(min=0.0)  # no residual pulls with 0 (§2.2)
         weight[COVERAGE] = 0.0
         pull_off = (weight.abs() * (off + 4 * ulp * size)).max()
@@ -113,9 +121,20 @@ class _Found:
         reach = effective.abs() + pull_off
         error = strength * (reach * cover_off + novelty * pull_off + 8 * ulp * reach * (novelty + 1.0)) + _TINY
         score = strength * effective * novelty
+        if c.factors_above_zero:
+            score = torch.where(effective > 0.0, score, effective)
+            error = error + pull_off + 8 * ulp * reach
         lower = torch.where(certain, score - error, -torch.inf)
         self._upper.append((score + error).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).cpu().numpy())
         self._lower.append(lower.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).cpu().numpy())
+
+    def _added(self, rows: Int64, values: Float64, start: int, count: int) -> Float64 | None:
+        """A column's addends of the candidates from `start` on, float64 [count]; None where they have none."""
+        if not len(rows):
+            return None
+        wanted = np.arange(start, start + count) if self._index is None else self._index[start : start + count]
+        at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+        return np.where(rows[at] == wanted, values[at], 0.0)
 
     def _strength(self, positions: Int64) -> torch.Tensor:
         """importance x multiplier x (1 - n-gram penalty) of candidates, float64."""

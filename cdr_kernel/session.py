@@ -20,7 +20,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from cdr_kernel.arrays import as_vector
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import (
+    CALIBRATED_GATE,
     CDR_MIN_RELEVANCE,
     CKF_EXHAUSTED,
     COMPLETION_THRESHOLD,
@@ -38,10 +39,14 @@ from cdr_kernel.constants import (
     EXHAUSTION_RATIO,
     EXIT_REASONS,
     EXIT_SLACK,
+    FEEDBACK_WEIGHT,
+    LEXICAL_WEIGHT,
     LIMIT_REACHED,
     MAX_DEPTH_FROM_WORDS,
     MAX_WINDOWS,
     MAX_WINDOWS_LIMIT,
+    MIN_NEW_SHARE,
+    NEED_FLOOR,
     SAFETY_BUDGET_DEPLETED,
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
@@ -52,7 +57,9 @@ from cdr_kernel.store import EmbeddingModelMismatch
 if TYPE_CHECKING:
     from cdr_kernel.pack import Envelope
 
-MODES = ("spec",)
+MODES = ("spec", "calibrated")
+GATES_ON = ("best", "query")
+_DEFAULT_GATE = float(str(CDR_MIN_RELEVANCE))  # an object of its own, so that the same number given is told from it
 EXHAUSTIONS = ("score", "novelty")
 SCHEMA = 1
 MOST_WORDS = 2**53
@@ -183,8 +190,8 @@ class Exit:
 
     reason: the first true exit in the order of §6, one of `constants.EXIT_REASONS`, or None. also: every
     other true one, in that order. escalate: the safety budget is used up, whatever the reason (R10).
-    detail: why the store counts as exhausted, empty when it does not. novelty_ratio: the mean of exit 3, None
-    when no envelope was given.
+    detail: why the store counts as exhausted, empty when it does not. novelty_ratio: the mean of exit 3 (mode
+    "calibrated": the share of never packed facts among the qualified), None when no envelope was given.
     """
 
     stop: bool
@@ -207,6 +214,63 @@ def depth_from_words(actual: float, expected: float) -> float:
     return min(MAX_DEPTH_FROM_WORDS, actual / expected)
 
 
+@dataclass(frozen=True)
+class Calibrated:
+    """The parts of the calibrated mode, an extension beside the specification's formula.
+
+    Every cosine is taken in deviations above the store's mean (z). A sub-query's score of a fact is z plus evidence.
+
+    gate: z that a candidate must reach, on gate_on: "best" of query and sub-queries, or "query".
+    lexical_weight: share of the z-score of BM25 of the sub-query's text, >= 0.
+    feedback_weight: share of the z-score along the task's own direction, >= 0: from the store's mean to the mean of
+    the 5 best facts of each sub-query, fixed at the first window.
+    source_weight: share of the evidence of a fact's document, >= 0: its neighbours in it and how well it serves the
+    task. Above 0 it replaces the feedback. It needs facts with a source and a position, and prefers documents that
+    serve the task.
+    need_floor: what a sub-query keeps of its need, however deep it was written about, in [0, 1].
+    packed_penalty: what a packed fact loses, in [0, 1]; 1 takes it out.
+    centred_coverage: whether coverage takes part, as 2 * (mean cosine to what is covered - to all sub-queries).
+    min_new_share: the store counts as exhausted when a smaller share of the qualified facts was never packed.
+
+    Raises TypeError or ValueError for what is out of range.
+    """
+
+    gate: float = CALIBRATED_GATE
+    gate_on: str = "best"
+    lexical_weight: float = LEXICAL_WEIGHT
+    feedback_weight: float = FEEDBACK_WEIGHT
+    source_weight: float = 0.0
+    need_floor: float = NEED_FLOOR
+    packed_penalty: float = 1.0
+    centred_coverage: bool = False
+    min_new_share: float = MIN_NEW_SHARE
+
+    def __post_init__(self) -> None:
+        highest = {"need_floor": 1.0, "packed_penalty": 1.0, "min_new_share": 1.0}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "gate_on":
+                _check_choice(value, item.name, GATES_ON)
+            elif item.name == "centred_coverage":
+                _check_bool(value, item.name)
+            else:
+                low = -math.inf if item.name == "gate" else 0.0
+                number = check_number(value, item.name, low, highest.get(item.name, math.inf))
+                object.__setattr__(self, item.name, number)
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """What fixes the direction of a task: the facts it was made of, and the direction [D] float64.
+
+    direction is None where only the ids are known (after a token): the next ranking makes it from the facts that are
+    still there.
+    """
+
+    fact_ids: tuple[str, ...]
+    direction: NDArray[np.float64] | None
+
+
 @dataclass(frozen=True, eq=False)
 class SessionState:
     """Everything of a session that a window changes, as one immutable value.
@@ -223,6 +287,7 @@ class SessionState:
     packed: dict[str, int]
     guard: NGramGuard | None
     safety_budget: float
+    feedback: Feedback | None = None
 
 
 class Session:
@@ -230,16 +295,19 @@ class Session:
 
     sub_queries: the task's decomposition, at least one, ids unique, one dimension.
     embedding_model: the model of all embeddings, the store's (§2.5, R18).
-    mode: "spec", the formula of the specification.
-    min_relevance: the gate on query relevance, in [-1, 1] (§2.6).
+    mode: "spec", the formula of the specification, or "calibrated", an extension (see `Calibrated`).
+    min_relevance: the gate on query relevance, in [-1, 1] (§2.6; default 0.55). Of mode "spec" alone.
     max_windows: 1 to 20 (R16). completion_threshold: in [0, 1] (§6, exit 1).
     safety_budget: in [0, 1] (§6, exit 4).
     first_window_pull: residual pull while nothing is covered (R1: off). clamp_novelty: novelty <= 1 in scores
     (R3: off). exhaustion: "score" is exit 3 literally, "novelty" keeps importance out of it (R11).
     exclude_packed: never pack a fact twice (R20: off).
-    guard: the n-gram guard (§5), which is copied; None makes an empty one, False turns it off. Its tokenizer and hash
-    key must be the store's.
+    guard: the n-gram guard (§5), which is copied; None makes an empty one (mode "calibrated": none), False turns it
+    off. Its tokenizer and hash key must be the store's.
     id: names the session; a random hex string unless given.
+    gate, gate_on, lexical_weight, feedback_weight, source_weight, need_floor, packed_penalty, centred_coverage,
+    min_new_share: the parts of mode "calibrated", see `Calibrated`; kept in `session.calibrated`, which is None in
+    mode "spec". first_window_pull, clamp_novelty, exhaustion and exclude_packed are of mode "spec" alone.
 
     Literal exit 3 ("score") can fire through importance or the n-gram penalty only, since novelty never falls
     below 0.20; a warning says so when importance alone would end window 1.
@@ -254,7 +322,7 @@ class Session:
         *,
         embedding_model: str,
         mode: str = "spec",
-        min_relevance: float = CDR_MIN_RELEVANCE,
+        min_relevance: float = _DEFAULT_GATE,
         max_windows: int = MAX_WINDOWS,
         completion_threshold: float = COMPLETION_THRESHOLD,
         safety_budget: float = 1.0,
@@ -264,6 +332,15 @@ class Session:
         exclude_packed: bool = False,
         guard: NGramGuard | Literal[False] | None = None,
         id: str | None = None,
+        gate: float | None = None,
+        gate_on: str | None = None,
+        lexical_weight: float | None = None,
+        feedback_weight: float | None = None,
+        source_weight: float | None = None,
+        need_floor: float | None = None,
+        packed_penalty: float | None = None,
+        centred_coverage: bool | None = None,
+        min_new_share: float | None = None,
     ) -> None:
         self.sub_queries = tuple(sub_queries)
         for item in self.sub_queries:
@@ -283,9 +360,47 @@ class Session:
                 )
         self._embeddings = np.stack([item.embedding for item in self.sub_queries])
         self._embeddings.setflags(write=False)
+        texts = "\0".join(item.text for item in self.sub_queries).encode("utf-8", "surrogatepass")
+        self.task_key = hashlib.sha256(self._embeddings.tobytes() + texts).hexdigest()
         self.id = uuid.uuid4().hex if id is None else _check_text(id, "id")
         self.embedding_model = _check_text(embedding_model, "embedding_model")
         self.mode = _check_choice(mode, "mode", MODES)
+        parts = {
+            "gate": gate,
+            "gate_on": gate_on,
+            "lexical_weight": lexical_weight,
+            "feedback_weight": feedback_weight,
+            "source_weight": source_weight,
+            "need_floor": need_floor,
+            "packed_penalty": packed_penalty,
+            "centred_coverage": centred_coverage,
+            "min_new_share": min_new_share,
+        }
+        chosen: dict[str, Any] = {name: value for name, value in parts.items() if value is not None}
+        if self.mode == "spec":
+            if chosen:
+                raise ValueError(f'{next(iter(chosen))} belongs to mode "calibrated", the mode is "spec"')
+            self.calibrated = None
+        else:
+            foreign = {
+                "min_relevance": min_relevance is not _DEFAULT_GATE,
+                "first_window_pull": first_window_pull,
+                "clamp_novelty": clamp_novelty,
+                "exhaustion": exhaustion != "score",
+                "exclude_packed": exclude_packed,
+            }
+            for name, given in foreign.items():
+                if given:
+                    instead = {
+                        "min_relevance": "gate",
+                        "exhaustion": "min_new_share",
+                        "exclude_packed": "packed_penalty",
+                    }
+                    use = f": use {instead[name]}" if name in instead else ""
+                    raise ValueError(f'{name} belongs to mode "spec", the mode is "calibrated"{use}')
+            if chosen.get("source_weight") and chosen.get("feedback_weight"):
+                raise ValueError("source_weight replaces feedback_weight: expected one of them, got both")
+            self.calibrated = Calibrated(**chosen)
         self.min_relevance = check_number(min_relevance, "min_relevance", -1.0, 1.0)
         self.max_windows = check_integer(max_windows, "max_windows", 1, MAX_WINDOWS_LIMIT)
         self.completion_threshold = check_number(completion_threshold, "completion_threshold", 0.0, 1.0)
@@ -295,9 +410,9 @@ class Session:
         self.exclude_packed = _check_bool(exclude_packed, "exclude_packed")
         budget = check_number(safety_budget, "safety_budget", 0.0, 1.0)
         own: NGramGuard | None
-        if guard is None:
+        if guard is None and self.mode == "spec":
             own = NGramGuard()
-        elif guard is False:
+        elif guard is None or guard is False:
             own = None
         elif isinstance(guard, NGramGuard):
             own = guard.copy()
@@ -305,6 +420,7 @@ class Session:
             raise TypeError(f"guard must be an NGramGuard, None or False, got {guard!r}")
         self._lock = threading.Lock()
         self._warned = False
+        self._warned_of_gate = False
         self._state = self._fresh_state(own, budget)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -382,7 +498,11 @@ class Session:
 
         query: [D] from the session's model; ValueError for another dimension, a zero or a non-finite vector.
         state: a state taken before with `session.state`, to go with its guard and packed facts.
+
+        Of mode "spec". The calibrated mode asks of a store, see `evidence.ask`: a ValueError here.
         """
+        if self.calibrated is not None:
+            raise ValueError('session.columns is of mode "spec": the calibrated mode needs a store, use cdr_rank')
         state = self._state if state is None else state
         covered = [self._index[entry.sub_query_id] for entry in state.coverage]
         remaining = [self._index[item.id] for item in state.residual]
@@ -396,6 +516,21 @@ class Session:
             clamp_novelty=self.clamp_novelty,
         )
 
+    def need(self, state: SessionState | None = None) -> NDArray[np.float64]:
+        """What each sub-query still needs, in [floor, 1]: max(floor, 1 - min(1, depth / 0.9)), [S] float64.
+
+        depth: the sum of the depths reported for it, at most 1. Where nothing has any need left, which takes a floor of
+        0, all have 1. state: as in `columns`.
+        """
+        state = self._state if state is None else state
+        floor = NEED_FLOOR if self.calibrated is None else self.calibrated.need_floor
+        reported: list[list[float]] = [[] for _ in self.sub_queries]
+        for entry in state.coverage:
+            reported[self._index[entry.sub_query_id]].append(entry.depth_weight)
+        depth = np.minimum(1.0, [math.fsum(depths) for depths in reported])
+        need = np.maximum(floor, 1.0 - np.minimum(1.0, depth / MAX_DEPTH_FROM_WORDS))
+        return need if need.any() else np.ones_like(need)
+
     def update(
         self,
         report: WindowReport,
@@ -406,7 +541,8 @@ class Session:
     ) -> None:
         """§7.2 after a completed window: coverage, residual, blacklist, words and window count.
 
-        output: the window's text, for the blacklist. envelope: its facts are remembered as packed.
+        output: the window's text, for the blacklist. envelope: its facts are remembered as packed, and in the
+        calibrated mode the first one fixes the task's direction.
         embedding_model: the model the update comes from, here or in the report (R18).
 
         What is addressed leaves the residual (R8), and is appended again when it was addressed before (R19).
@@ -421,6 +557,7 @@ class Session:
             if name != self.embedding_model:
                 raise EmbeddingModelMismatch("the update of a session", self.embedding_model, name)
         fact_ids = () if envelope is None else tuple(fact.id for fact in envelope.facts)
+        found = None if envelope is None or self.calibrated is None else envelope.ranking.feedback
         with self._lock:
             before = self._state
             number = before.window_count + 1
@@ -438,6 +575,7 @@ class Session:
                 words={id: n + words.get(id, 0) for id, n in before.words.items()},
                 packed={**before.packed, **dict.fromkeys(fact_ids, number)},
                 guard=guard,
+                feedback=_fixed(before.feedback, found),
             )
 
     def exit(self, report: WindowReport | None = None, envelope: Envelope | None = None) -> Exit:
@@ -450,8 +588,14 @@ class Session:
         """
         completeness = None if report is None else self._check_completeness(report)
         state = self._state
-        ratio = None if envelope is None else envelope.novelty_ratio(self.exhaustion)
-        exhausted = ratio is not None and ratio < EXHAUSTION_RATIO - EXIT_SLACK
+        if envelope is None:
+            ratio, exhausted = None, False
+        elif self.calibrated is None:
+            ratio = envelope.novelty_ratio(self.exhaustion)
+            exhausted = ratio < EXHAUSTION_RATIO - EXIT_SLACK
+        else:
+            ratio = envelope.new_share
+            exhausted = not len(envelope.ranking) or ratio < self.calibrated.min_new_share - EXIT_SLACK
         depleted = state.safety_budget <= SAFETY_BUDGET_FLOOR + EXIT_SLACK
         true = {
             TASK_COMPLETE: completeness is not None
@@ -498,7 +642,7 @@ class Session:
         Coverage entries are appended in branch order with the window numbers the branches gave them. Window
         counts and words: this session's plus what each branch added. Completeness: the largest. Safety
         budget: this session's less what each branch spent, 0 at least. Blacklist and packed facts: united,
-        the latest window.
+        the latest window. The task's direction: this session's, else the first branch's that has one.
 
         ValueError, and nothing changed, for a branch that does not continue this session's state (one with
         more safety budget included), or that comes twice. TypeError for what is no session.
@@ -532,6 +676,7 @@ class Session:
                 packed=packed,
                 guard=guard,
                 safety_budget=max(0.0, base.safety_budget - spent),
+                feedback=_fixed(base.feedback, next((s.feedback for s in states if s.feedback is not None), None)),
             )
 
     def anchor(self, max_chars: int | None = None) -> str:
@@ -594,6 +739,7 @@ class Session:
                 "packed": state.packed,
                 "safety_budget": state.safety_budget,
                 "guard": None if state.guard is None else _pack_guard(state.guard),
+                **self._feedback_data(state, with_direction=True),
             }
         )
 
@@ -615,7 +761,8 @@ class Session:
 
         It holds the settings, the counters, coverage and residual by index into the sub-queries, the model's
         id and a SHA-256 of the coverage state. It does not hold texts, embeddings or the blacklist, and the
-        packed facts only under `exclude_packed`. ValueError if it does not fit: use `to_json` then.
+        packed facts only under `exclude_packed` or a `packed_penalty`. ValueError if it does not fit: use `to_json`
+        then.
         """
         state = self._state
         payload: dict[str, object] = {
@@ -632,8 +779,9 @@ class Session:
             "words": [state.words[item.id] for item in self.sub_queries],
             "safety_budget": state.safety_budget,
             "guard": None if state.guard is None else _guard_settings(state.guard),
-            "packed": state.packed if self.exclude_packed else {},
+            "packed": state.packed if self._needs_packed else {},
             "sha256": self._coverage_hash(state),
+            **self._feedback_data(state, with_direction=False),
         }
         token = _canonical(payload).encode("ascii")
         if len(token) > TOKEN_LIMIT:
@@ -732,6 +880,8 @@ class Session:
     def _exhaustion_detail(self, state: SessionState, envelope: Envelope, ratio: float | None) -> str:
         """Why exit 3 is true (R12, R27)."""
         ranking = envelope.ranking
+        if len(ranking) and self.calibrated is not None:
+            return f"the share of facts never packed {ratio:.3f} is below {self.calibrated.min_new_share:g}"
         if len(ranking):
             if not (ranking.relevance > 0.0).any():
                 return "no packed fact has a relevance above zero"
@@ -740,14 +890,14 @@ class Session:
             return f"no fact that passed the relevance gate fits into {envelope.token_budget} tokens"
         if ranking.qualified:
             return f"none of the {ranking.qualified} facts that passed the relevance gate was left to pack"
-        if self.exclude_packed and state.packed:
+        if (self.exclude_packed or envelope.ranking.new_share is not None) and state.packed:
             return "no fact that was not packed before passed the relevance gate"
         return "no fact passed the relevance gate"
 
     def _warn_of_importance(self, envelope: Envelope) -> None:
         """R11: once, when importance alone would end window 1 as if the store were exhausted."""
         importance = envelope.ranking.importance[envelope.ranking.relevance > 0.0]
-        if self._warned or self.exhaustion != "score" or not len(importance):
+        if self._warned or self.calibrated is not None or self.exhaustion != "score" or not len(importance):
             return
         mean = math.fsum(importance) / len(importance)
         if mean <= EXHAUSTION_RATIO + EXIT_SLACK:
@@ -758,6 +908,19 @@ class Session:
                 'exhaustion="novelty"',
                 stacklevel=3,
             )
+
+    def warn_of_gate(self, passing: int, facts: int, k: int) -> None:
+        """A warning, once per session, when of so many facts fewer than k pass the gate. Silent when the store has
+        no more, and when none passes, which ends the loop and says so."""
+        if self._warned_of_gate or not 0 < passing < k <= facts:
+            return
+        self._warned_of_gate = True
+        gate = f"{self.min_relevance:g}" if self.calibrated is None else f"{self.calibrated.gate:g} deviations"
+        warnings.warn(
+            f"{passing} of {facts} facts reach the gate of {gate}, fewer than k = {k}. A gate measures the embedding "
+            "model as much as relevance: see gate_report() or `cdr gate`",
+            stacklevel=6,  # whoever called cdr_rank
+        )
 
     def _check_descent(self, base: SessionState, branch: Session, state: SessionState, name: str) -> None:
         def key(entries: Iterable[CoverageEntry]) -> list[tuple[str, float, int]]:
@@ -785,6 +948,7 @@ class Session:
             and all(state.packed.get(id, 0) >= n for id, n in base.packed.items())
             and state.safety_budget <= base.safety_budget
             and blacklist_kept
+            and (base.feedback is None or (state.feedback or base.feedback).fact_ids == base.feedback.fact_ids)
         )
         if not continues:
             raise ValueError(
@@ -792,7 +956,30 @@ class Session:
                 f"(window {base.window_count}, {len(base.coverage)} coverage entries) before it went on"
             )
 
+    @property
+    def _needs_packed(self) -> bool:
+        return self.exclude_packed or (self.calibrated is not None and self.calibrated.packed_penalty > 0.0)
+
+    def _feedback_data(self, state: SessionState, *, with_direction: bool) -> dict[str, object]:
+        if self.calibrated is None:
+            return {}
+        made = state.feedback
+        if made is None:
+            return {"feedback": None}
+        if not with_direction:
+            return {"feedback": list(made.fact_ids)}
+        direction = None if made.direction is None else _pack_array(made.direction, "<f8")
+        return {"feedback": {"fact_ids": list(made.fact_ids), "direction": direction}}
+
     def _settings(self) -> dict[str, object]:
+        if self.calibrated is not None:
+            return {
+                "embedding_model": self.embedding_model,
+                "mode": self.mode,
+                "max_windows": self.max_windows,
+                "completion_threshold": self.completion_threshold,
+                **asdict(self.calibrated),
+            }
         return {
             "embedding_model": self.embedding_model,
             "mode": self.mode,
@@ -819,7 +1006,7 @@ class Session:
             "schema id dim settings sub_queries coverage residual window_count completeness words packed "
             "safety_budget guard"
         )
-        _check_fields(data, fields, "the session")
+        _check_fields(data, fields + _extra_fields(data), "the session")
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
         dim = check_integer(data["dim"], "dim", 1)
@@ -849,7 +1036,7 @@ class Session:
             "v id dim settings covered windows depths residual window_count completeness words safety_budget "
             "guard packed sha256"
         )
-        _check_fields(data, fields, "the token")
+        _check_fields(data, fields + _extra_fields(data), "the token")
         if data["v"] != SCHEMA:
             raise ValueError(f"v must be {SCHEMA}, got {data['v']!r}")
         own = _token_guard(data["guard"], guard)
@@ -887,12 +1074,12 @@ class Session:
         cls, data: dict[str, Any], sub_queries: Sequence[SubQuery], guard: NGramGuard | Literal[False] | None
     ) -> Self:
         settings = data["settings"]
-        _check_fields(
-            settings,
-            "embedding_model mode min_relevance max_windows completion_threshold first_window_pull "
-            "clamp_novelty exhaustion exclude_packed",
-            "settings",
-        )
+        own = "min_relevance first_window_pull clamp_novelty exhaustion exclude_packed"
+        if _extra_fields(data):
+            own = " ".join(item.name for item in fields(Calibrated))
+            if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
+                settings = {**settings, "feedback_weight": None}
+        _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
         return cls(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
 
     def _restore(
@@ -924,7 +1111,33 @@ class Session:
             completeness=check_number(data["completeness"], "completeness", 0.0, 1.0),
             words={id: check_integer(words[id], f"the words of {id!r}", 0) for id in self._index},
             packed=packed,
+            feedback=self._read_feedback(data.get("feedback")),
         )
+
+    def _read_feedback(self, stored: object) -> Feedback | None:
+        if stored is None:
+            return None
+        ids, direction = stored, None
+        if isinstance(stored, dict):
+            _check_fields(stored, "fact_ids direction", "feedback")
+            ids, direction = stored["fact_ids"], stored["direction"]
+        checked = tuple(_check_text(id, "a fact of feedback", empty=True) for id in _check_list(ids, "feedback"))
+        if direction is None:
+            return Feedback(checked, None)
+        vector = _unpack_array(direction, "<f8", "the direction of feedback", self.dim)
+        if not np.isfinite(vector).all():
+            raise ValueError("the direction of feedback must be finite")
+        return Feedback(checked, vector)
+
+
+def _extra_fields(data: dict[str, Any]) -> str:
+    settings = data.get("settings")
+    return " feedback" if isinstance(settings, dict) and settings.get("mode") == "calibrated" else ""
+
+
+def _fixed(held: Feedback | None, found: Feedback | None) -> Feedback | None:
+    """What is held stays; only a direction that is missing is taken over."""
+    return found if held is None or (held.direction is None and found is not None) else held
 
 
 def _token_guard(stored: object, guard: NGramGuard | None) -> NGramGuard | Literal[False]:

@@ -284,6 +284,14 @@ class StoreView:
             )
         return out
 
+    def places(self, rows: Iterable[int]) -> list[tuple[str, int] | None]:
+        """(source, position) of these rows, None where a fact lacks one of them."""
+        out: list[tuple[str, int] | None] = []
+        for row in rows:
+            source, position = self._storage.sources[int(row)], int(self._storage.positions.buffer[int(row)])
+            out.append((source[1:], position) if source and position != _NO_POSITION else None)
+        return out
+
     def take(self, rows: Int64) -> npt.NDArray[Any]:
         """Copy of the embeddings of these rows, [M, D] as stored."""
         return take_rows(self.blocks, rows)

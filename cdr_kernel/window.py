@@ -54,13 +54,15 @@ def run_windows(
     count_tokens: Callable[[str], int] = count_tokens_default,
     multiplier: Any = None,
     backward_summary: Callable[[list[str]], str] | None = None,
+    pack: str | None = None,
 ) -> Iterator[Window]:
     """Yield the windows of a task until one of the exits of §6 is true; the last one says which.
 
     generate: writes a window. query: [D] from the session's model. assess: what an output achieved, with the
     completeness of the whole task; its report may leave the model to be named by the store's. k, multiplier:
-    as in `cdr_rank`. token_budget, max_facts, count_tokens: as in `pack_facts`. backward_summary: makes the
-    optional summary (§4.3) of the outputs of this run so far; not asked before the first one.
+    as in `cdr_rank`, but packing by need sees the whole ranking, whatever k is. token_budget, max_facts,
+    count_tokens, pack: as in `pack_facts`. backward_summary: makes the optional summary (§4.3) of the outputs of this
+    run so far; not asked before the first one.
 
     R32: safety, limit and exhaustion are tested before the writer is called, and all four exits after the
     session was updated (R15). The session is updated before a window is yielded: stop iterating whenever you
@@ -70,8 +72,12 @@ def run_windows(
     outputs: list[str] = []
     while True:
         number = session.window_count + 1
-        ranking = cdr_rank(query, retriever, session, k=k, multiplier=multiplier)
-        envelope = pack_facts(ranking, token_budget, count_tokens=count_tokens, max_facts=max_facts)
+        by_need = session.calibrated is not None and pack != "greedy"
+        ranking = cdr_rank(query, retriever, session, k=None if by_need else k, multiplier=multiplier)
+        wanted = k if max_facts is None else max_facts
+        if by_need and wanted is not None and session.window_count == 0:
+            session.warn_of_gate(len(ranking), len(retriever.store), wanted)
+        envelope = pack_facts(ranking, token_budget, count_tokens=count_tokens, max_facts=max_facts, pack=pack)
         output, report, summary = None, None, None
         exit = session.exit(envelope=envelope)
         if backward_summary is not None and outputs and not exit.stop:

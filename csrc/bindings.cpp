@@ -77,7 +77,10 @@ std::int64_t check_index(const std::optional<Array<std::int64_t>>& index, std::i
 
 cdr::Columns make_columns(const Array<double>& vectors, const Array<double>& squared_norms, const Array<double>& scale,
                           const Array<double>& shift, const Array<double>& weight, const Array<double>& gate,
-                          bool has_coverage, bool clamp_novelty) {
+                          bool has_coverage, bool clamp_novelty, const std::optional<Array<bool>>& gate_only,
+                          bool factors_above_zero, const std::optional<Array<std::int64_t>>& addend_starts,
+                          const std::optional<Array<std::int64_t>>& addend_rows,
+                          const std::optional<Array<double>>& addend_values) {
   expect(vectors.ndim() == 2 && vectors.shape(0) >= 2, "vectors: expected [2 + R, D]");
   cdr::Columns c;
   c.count = vectors.shape(0);
@@ -97,6 +100,27 @@ cdr::Columns make_columns(const Array<double>& vectors, const Array<double>& squ
   c.gate = take(gate, "gate");
   c.has_coverage = has_coverage;
   c.clamp_novelty = clamp_novelty;
+  c.factors_above_zero = factors_above_zero;
+  c.gate_only.assign(static_cast<std::size_t>(c.count), 0);
+  if (gate_only) {
+    expect(gate_only->ndim() == 1 && gate_only->shape(0) == c.count, "gate_only: expected [2 + R]");
+    std::copy_n(gate_only->data(), c.count, c.gate_only.begin());
+  }
+  if (addend_starts) {
+    expect(addend_rows && addend_values && addend_starts->ndim() == 1 && addend_starts->shape(0) == c.count + 1,
+           "addend_starts: expected [3 + R], with addend_rows and addend_values");
+    const std::int64_t n = addend_rows->size(), *starts = addend_starts->data();
+    expect(addend_values->size() == n && starts[0] == 0 && starts[c.count] == n && starts[1] == starts[2],
+           "addend_starts: expected 0 up to the number of addends, with none for coverage");
+    for (std::int64_t j = 0; j < c.count; ++j) {
+      expect(starts[j] <= starts[j + 1] && starts[j + 1] <= n, "addend_starts: expected to ascend");
+      for (std::int64_t i = starts[j] + 1; i < starts[j + 1]; ++i)
+        expect(addend_rows->data()[i - 1] < addend_rows->data()[i], "addend_rows: expected to ascend in each column");
+    }
+    c.addend_starts.assign(starts, starts + c.count + 1);
+    c.addend_rows.assign(addend_rows->data(), addend_rows->data() + n);
+    c.addend_values.assign(addend_values->data(), addend_values->data() + n);
+  }
   return c;
 }
 
@@ -631,7 +655,10 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<cdr::Columns>(m, "Columns", "What one session asks of the rows; made by cdr_kernel.score.Columns.")
       .def(py::init(&make_columns), py::arg("vectors"), py::arg("squared_norms"), py::arg("scale"), py::arg("shift"),
-           py::arg("weight"), py::arg("gate"), py::arg("has_coverage"), py::arg("clamp_novelty"))
+           py::arg("weight"), py::arg("gate"), py::arg("has_coverage"), py::arg("clamp_novelty"),
+           py::arg("gate_only") = py::none(), py::arg("factors_above_zero") = false,
+           py::arg("addend_starts") = py::none(), py::arg("addend_rows") = py::none(),
+           py::arg("addend_values") = py::none())
       .def_readonly("squared_norms", &cdr::Columns::squared_norms, "Correctly rounded, [2 + R].");
 
   m.def("check_rows", &check_rows, py::arg("blocks"), py::arg("safe_exponent"),

@@ -884,7 +884,7 @@ void scan_block(const Index& index, const Place& at, std::int64_t n, std::int64_
   for (std::int64_t c = 0; c < rest; ++c) {
     if (c + kRowsAhead < rest) prefetch(rows.at(first + left[open[c + kRowsAhead]]), row_bytes);
     const std::int64_t row = first + left[open[c]];
-    says[open[c]] = request.scorer.passes(rows.at(row), squared_norms[row]) ? kPasses : kFails;
+    says[open[c]] = request.scorer.passes(row, squared_norms[row]) ? kPasses : kFails;
   }
   std::int64_t passing[kBlock + 1], kept = 0;
   for (std::int64_t c = 0; c < count; ++c) {
@@ -977,7 +977,7 @@ class TogetherScan {
     for (std::size_t i = 0; i < rest; ++i) {
       if (i + ahead < rest) prefetch(stored(i + ahead), row_bytes);
       Left& left = left_[unsure_[i]];
-      const bool passes = requests_[left.request].scorer.passes(stored(i), squared_norms_[first + left.row]);
+      const bool passes = requests_[left.request].scorer.passes(first + left.row, squared_norms_[first + left.row]);
       left.passes = passes;
     }
     for (const Left& left : left_) {
@@ -1409,7 +1409,7 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
           continue;
         }
         for (std::int64_t row = unit.first + at; row < unit.first + at + size; ++row)
-          if ((!alive || alive[row]) && (request.open || request.scorer.passes(rows.at(row), squared_norms[row]))) {
+          if ((!alive || alive[row]) && (request.open || request.scorer.passes(row, squared_norms[row]))) {
             found.rows.push_back(row);
             if (bounds) tell(found, -1.0, 1.0);
           }

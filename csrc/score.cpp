@@ -256,6 +256,14 @@ void check_rows_of(const Rows& rows, double smallest, double largest, double* sq
 
 }  // namespace
 
+double Columns::addend(std::int64_t j, std::int64_t row) const {
+  if (addend_starts.empty()) return 0.0;
+  const auto first = addend_rows.begin() + addend_starts[static_cast<std::size_t>(j)];
+  const auto last = addend_rows.begin() + addend_starts[static_cast<std::size_t>(j) + 1];
+  const auto found = std::lower_bound(first, last, row);
+  return found != last && *found == row ? addend_values[static_cast<std::size_t>(found - addend_rows.begin())] : 0.0;
+}
+
 bool has_avx2() {
 #if CDR_X86
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
@@ -283,26 +291,27 @@ Scorer::Scorer(const Rows& rows, const Columns& columns)
   for (std::int64_t j = 0; j < columns.count; ++j)
     if (j != 1 && columns.gate[j] < INFINITY) gated_.push_back(j);
   // Wherever a value is farther than this from its gate, the lanes decide as the exact sum would:
-  // the lanes are off by less than (D/8 + 4) ulp of |x||v|, and scale and shift round three times.
+  // the lanes are off by less than (D/8 + 4) ulp of |x||v|, and scale, shift and addend round four times.
   margin_.resize(static_cast<std::size_t>(columns.count));
   for (std::int64_t j : gated_)
     margin_[j] = std::fabs(columns.scale[j]) * static_cast<double>(columns.dim + 8) * kUlp +
                  2.0 * kUlp * (std::fabs(columns.scale[j]) + std::fabs(columns.shift[j]));
 }
 
-void Scorer::values(const unsigned char* row, double squared_norm, const std::int64_t* wanted, std::int64_t n,
+void Scorer::values(std::int64_t row, double squared_norm, const std::int64_t* wanted, std::int64_t n,
                     double* out) const {
+  const unsigned char* x = rows_.at(row);
   for (std::int64_t at = 0; at < n; at += kTile) {
     const int tile = static_cast<int>(std::min<std::int64_t>(kTile, n - at));
     const double* vectors[kTile];
     double dots[kTile];
     for (int t = 0; t < tile; ++t) vectors[t] = columns_.vector(wanted[at + t]);
-    dots_(row, columns_.dim, vectors, tile, dots);
-    for (int t = 0; t < tile; ++t) out[at + t] = value(row, squared_norm, wanted[at + t], dots[t]);
+    dots_(x, columns_.dim, vectors, tile, dots);
+    for (int t = 0; t < tile; ++t) out[at + t] = value(row, x, squared_norm, wanted[at + t], dots[t]);
   }
 }
 
-bool Scorer::passes(const unsigned char* row, double squared_norm) const {
+bool Scorer::passes(std::int64_t row, double squared_norm) const {
   for (std::size_t at = 0; at < gated_.size(); at += kTile) {
     double v[kTile];
     const std::int64_t tile = std::min<std::int64_t>(kTile, static_cast<std::int64_t>(gated_.size() - at));
@@ -313,15 +322,18 @@ bool Scorer::passes(const unsigned char* row, double squared_norm) const {
   return false;
 }
 
-double Scorer::value(const unsigned char* row, double squared_norm, std::int64_t j, double dot) const {
+double Scorer::value(std::int64_t row, const unsigned char* x, double squared_norm, std::int64_t j, double dot) const {
   if (j == 1) return columns_.scale[1] * (dot / std::sqrt(squared_norm)) + columns_.shift[1];
   const double norms = std::sqrt(squared_norm * columns_.squared_norms[j]);
-  const double v = columns_.scale[j] * clamp_cosine(dot / norms) + columns_.shift[j];
+  const double addend = columns_.addend(j, row);
+  const auto of = [&](double d) {
+    const double v = columns_.scale[j] * clamp_cosine(d / norms) + columns_.shift[j];
+    return addend == 0.0 ? v : v + addend;
+  };
+  const double v = of(dot);
   const double gate = columns_.gate[j];
-  if (std::isfinite(gate) && std::fabs(v - gate) <= margin_[j] + 2.0 * kUlp * std::fabs(gate)) {
-    dot = exact_dot(rows_.dtype, row, columns_.vector(j), columns_.dim);
-    return columns_.scale[j] * clamp_cosine(dot / norms) + columns_.shift[j];
-  }
+  if (std::isfinite(gate) && std::fabs(v - gate) <= margin_[j] + 2.0 * kUlp * (std::fabs(gate) + std::fabs(addend)))
+    return of(exact_dot(rows_.dtype, x, columns_.vector(j), columns_.dim));
   return v;
 }
 
@@ -362,7 +374,7 @@ std::vector<std::int64_t> gate_rows(const Rows& rows, const double* squared_norm
     for (std::int64_t at = static_cast<std::int64_t>(block) * kBlock; at < end; ++at) {
       const std::int64_t row = index ? index[at] : at;
       if (alive && !alive[row]) continue;
-      if (open || scorer.passes(rows.at(row), squared_norms[row])) found[block].push_back(at);
+      if (open || scorer.passes(row, squared_norms[row])) found[block].push_back(at);
     }
   });
   std::size_t total = 0;
@@ -384,7 +396,7 @@ void column_values(const Rows& rows, const double* squared_norms, const std::int
     const std::int64_t end = std::min(candidates, static_cast<std::int64_t>(block + 1) * kBlock);
     for (std::int64_t at = static_cast<std::int64_t>(block) * kBlock; at < end; ++at) {
       const std::int64_t row = index ? index[at] : at;
-      scorer.values(rows.at(row), squared_norms[row], wanted.data(), width, out + at * width);
+      scorer.values(row, squared_norms[row], wanted.data(), width, out + at * width);
     }
   });
 }
@@ -394,34 +406,36 @@ void score_rows(const Rows& rows, const double* squared_norms, const std::int64_
   const Scorer scorer(rows, columns);
   std::vector<std::int64_t> wanted;
   for (std::int64_t j = 0; j < columns.count; ++j)
-    if (j != 1 || columns.has_coverage) wanted.push_back(j);
+    if (j == 0 || (j == 1 ? columns.has_coverage : columns.scores(j))) wanted.push_back(j);
   const std::size_t first_residual = columns.has_coverage ? 2 : 1;
   parallel_for(blocks_of(candidates), [&](std::size_t block) {
     std::vector<double> v(wanted.size());
     const std::int64_t end = std::min(candidates, static_cast<std::int64_t>(block + 1) * kBlock);
     for (std::int64_t at = static_cast<std::int64_t>(block) * kBlock; at < end; ++at) {
       const std::int64_t row = index ? index[at] : at;
-      scorer.values(rows.at(row), squared_norms[row], wanted.data(), static_cast<std::int64_t>(wanted.size()), v.data());
+      scorer.values(row, squared_norms[row], wanted.data(), static_cast<std::int64_t>(wanted.size()), v.data());
       const double relevance = v[0];
       const double coverage = columns.has_coverage ? v[1] : 0.0;
-      double pull = 0.0, effective = columns.weight[0] * relevance;
+      double pull = 0.0;
       for (std::size_t j = first_residual; j < v.size(); ++j) {
         const double p = columns.weight[wanted[j]] * v[j];
         if (j == first_residual || p > pull) pull = p;
       }
-      if (pull > effective) effective = pull;
+      double effective = pull;
+      if (columns.scores(0) && columns.weight[0] * relevance >= pull) effective = columns.weight[0] * relevance;
       double novelty = std::max(1.0 - std::min(coverage, limits.penalty_cap), limits.novelty_floor);
       if (columns.clamp_novelty) novelty = std::min(novelty, 1.0);
       const double importance = factors.importance ? factors.importance[at] : 1.0;
       const double multiplier = factors.multiplier ? factors.multiplier[at] : 1.0;
       const double overlap = factors.ngram_overlap ? static_cast<double>(factors.ngram_overlap[at]) : 0.0;
-      const double base = importance * multiplier * effective * novelty;
+      const bool as_it_is = columns.factors_above_zero && !(effective > 0.0);
+      const double base = as_it_is ? effective : importance * multiplier * effective * novelty;
       out.relevance[at] = relevance;
       out.coverage[at] = coverage;
       out.residual_pull[at] = pull;
       out.novelty[at] = novelty;
       out.score_without_guard[at] = base;
-      out.score[at] = base * (1.0 - std::min(limits.ngram_cap, overlap * limits.ngram_step));
+      out.score[at] = as_it_is ? base : base * (1.0 - std::min(limits.ngram_cap, overlap * limits.ngram_step));
     }
   });
 }

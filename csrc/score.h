@@ -23,7 +23,8 @@ void set_simd(Simd level);
 bool has_avx2();
 
 // What one session asks of the rows: columns 0 = query, 1 = coverage, 2.. = residual.
-//   value[j] = scale[j] * cos(x, v[j]) + shift[j]      (coverage: dot(x, v) / |x| in place of the cosine)
+//   value[j] = scale[j] * cos(x, v[j]) + shift[j] + addend[j](row)
+//   (coverage: dot(x, v) / |x| in place of the cosine, and no addend)
 struct Columns {
   std::int64_t dim = 0;
   std::int64_t lanes = 0;              // dim rounded up to a multiple of 8: the stride of vectors
@@ -31,10 +32,16 @@ struct Columns {
   std::vector<double> vectors;         // [count, lanes], padded with zeros
   std::vector<double> squared_norms;   // [count], correctly rounded
   std::vector<double> scale, shift, weight, gate;  // [count]
+  std::vector<std::uint8_t> gate_only; // [count]: lets rows pass and takes no part in the score; empty: none
+  std::vector<std::int64_t> addend_starts, addend_rows;  // column j: rows [starts[j], starts[j + 1]), ascending
+  std::vector<double> addend_values;                     // starts is empty where no column has any
   bool has_coverage = false;
   bool clamp_novelty = false;
+  bool factors_above_zero = false;  // what multiplies a score leaves one that is not above zero as it is
 
   const double* vector(std::int64_t j) const { return vectors.data() + j * lanes; }
+  bool scores(std::int64_t j) const { return gate_only.empty() || !gate_only[static_cast<std::size_t>(j)]; }
+  double addend(std::int64_t j, std::int64_t row) const;  // 0 where there is none
 };
 
 struct Limits {  // the specification's constants, handed in by the caller
@@ -57,20 +64,19 @@ class Scorer {
   Scorer(const Rows& rows, const Columns& columns);
 
   // Values of the columns wanted[0..n).
-  void values(const unsigned char* row, double squared_norm, const std::int64_t* wanted, std::int64_t n,
-              double* out) const;
+  void values(std::int64_t row, double squared_norm, const std::int64_t* wanted, std::int64_t n, double* out) const;
 
   // The columns that are a gate, ascending.
   const std::vector<std::int64_t>& gated() const { return gated_; }
 
   // Whether any of them is at or above its gate.
-  bool passes(const unsigned char* row, double squared_norm) const;
+  bool passes(std::int64_t row, double squared_norm) const;
 
  private:
   // out[j] = dot(row, vectors[j]) for j < n.
   using Dots = void (*)(const unsigned char* row, std::int64_t dim, const double* const* vectors, int n, double* out);
 
-  double value(const unsigned char* row, double squared_norm, std::int64_t j, double dot) const;
+  double value(std::int64_t row, const unsigned char* x, double squared_norm, std::int64_t j, double dot) const;
 
   const Rows& rows_;
   const Columns& columns_;

@@ -91,7 +91,7 @@ def writer(tmp_path, window=0, action="pass"):
 
 def test_version_and_help():
     assert invoke("--version").stdout == f"cdr-kernel {cdr_kernel.__version__}\n"
-    for command in ("demo", "index", "rank", "run", "doctor"):
+    for command in ("demo", "index", "ingest", "rank", "run", "gate", "doctor"):
         assert command in invoke("--help").stdout
         assert "--json" in invoke(command, "--help").stdout
 
@@ -724,3 +724,20 @@ def test_doctor_survives_what_is_missing(monkeypatch):
     shown = invoke("doctor", env=wrong)
     assert re.search(r"torch +missing", shown.stdout)
     assert "warning: faiss: not installed: pip install faiss-cpu" in shown.stderr
+
+
+def test_gate(store):
+    found = json_of(invoke("gate", store, "--queries", f"{QUERIES}:0:subs", "--json", "--k", "5"))
+    assert (found["facts"], found["wanted"], found["model"]) == (478, 25, "demo-model")
+    assert [row["gate"] for row in found["gates"]] == [0.5, 0.55, 0.65]
+    counts = [row["passing"]["median"] for row in found["gates"]]
+    assert counts == sorted(counts, reverse=True)
+    assert 0 < found["suggested_min_relevance"] < 1
+    text = invoke("gate", store, "--queries", f"{QUERIES}:0:subs", "--k", "5").stdout
+    assert f"--min-relevance {found['suggested_min_relevance']:g} leaves 25 facts to nine queries in ten." in text
+    assert "expected a NumPy array" in fails("gate", store, "--queries", TASK)
+
+
+def test_rank_says_when_the_gate_leaves_fewer_than_k(store):
+    result = invoke("rank", store, "--query", f"{QUERIES}:0:query", "--min-relevance", "0.7", "--k", "50")
+    assert "fewer than --k 50: see `cdr gate`" in result.stderr

@@ -15,7 +15,20 @@ import cdr_kernel
 from cdr_kernel import _C
 
 PACKAGE = Path(cdr_kernel.__file__).parent
-EDGES = {"files", "index", "terminal", "embedder", "record", "writer", "demo", "doctor", "cli", "__main__"}
+EDGES = {
+    "files",
+    "index",
+    "terminal",
+    "embedder",
+    "record",
+    "writer",
+    "demo",
+    "doctor",
+    "quality",
+    "ingest",
+    "cli",
+    "__main__",
+}
 LADDER = [
     {"constants", "_C"},
     {"reference", "arrays", "folder", "ngram"},
@@ -23,7 +36,9 @@ LADDER = [
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
     {"device", "torch_ops"},
+    {"lexical", "calibrate", "gate"},
     {"retrieve", "session", "assess"},
+    {"evidence"},
     {"rank"},
     {"pack"},
     {"headers"},

@@ -81,7 +81,7 @@ def report(addressed=(), completeness=0.5, model: str | None = MODEL, **kwargs) 
 @pytest.mark.parametrize(
     ("kwargs", "error", "says"),
     [
-        ({"mode": "calibrated"}, ValueError, "'spec'"),
+        ({"mode": "other"}, ValueError, "'spec'"),
         ({"mode": None}, ValueError, "'spec'"),
         ({"embedding_model": ""}, ValueError, "embedding_model"),
         ({"embedding_model": None}, TypeError, "embedding_model"),

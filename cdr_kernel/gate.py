@@ -1,0 +1,139 @@
+"""What a relevance gate lets through in one store: a cosine says as much about the embedding model as about relevance.
+
+report = gate_report(store, queries, k=10)
+report.passing[0.55], report.suggested               # facts per query at §2.6's default; a gate that fits
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cdr_kernel import _C
+from cdr_kernel.arrays import Float64, Int64, as_vectors
+from cdr_kernel.columns import Columns
+from cdr_kernel.constants import CDR_MIN_RELEVANCE, MAX_WINDOWS
+from cdr_kernel.score import check_k
+from cdr_kernel.store import FactStore, StoreView
+
+SPEC_GATES = (0.50, 0.55, 0.65)
+"""§2.6: permissive, default, strict."""
+
+LEVELS = (0.5, 0.9, 0.95, 0.99, 0.999)
+SERVED = 0.9
+"""Share of the queries that a suggested gate must leave enough facts."""
+
+_STEP = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class GateReport:
+    """Of Q queries against the facts of one store.
+
+    passing: by gate, int64 [Q], how many facts have at least that cosine. quantiles: by level, float64 [Q], the cosine
+    that this share of the facts stays below. largest: float64 [Q], the best cosine. deviations: by gate, the median
+    over queries of how many standard deviations of the query's cosines the gate lies above their mean (nan where
+    there is no spread). wanted: facts that a task needs, k per window. suggested: see `suggest_min_relevance`.
+    """
+
+    embedding_model: str
+    facts: int
+    queries: int
+    wanted: int
+    passing: Mapping[float, Int64]
+    quantiles: Mapping[float, Float64]
+    largest: Float64
+    deviations: Mapping[float, float]
+    suggested: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: medians, extremes and shares."""
+
+        def spread(values: Any) -> dict[str, float]:
+            ends = np.quantile(values, [0.0, 0.1, 0.5, 0.9, 1.0])
+            return dict(zip(("min", "p10", "median", "p90", "max"), ends.tolist(), strict=True))
+
+        return {
+            "model": self.embedding_model,
+            "facts": self.facts,
+            "queries": self.queries,
+            "wanted": self.wanted,
+            "gates": [
+                {
+                    "gate": gate,
+                    "passing": spread(counts),
+                    "queries_with_too_few": int(np.count_nonzero(counts < self.wanted)),
+                    "deviations": None if np.isnan(self.deviations[gate]) else self.deviations[gate],
+                }
+                for gate, counts in self.passing.items()
+            ],
+            "quantiles": {f"{level:g}": spread(values) for level, values in self.quantiles.items()},
+            "largest": spread(self.largest),
+            "suggested_min_relevance": self.suggested,
+        }
+
+
+def gate_report(
+    store: FactStore | StoreView,
+    queries: Any,
+    *,
+    k: int = 10,
+    windows: int = MAX_WINDOWS,
+    gates: tuple[float, ...] = SPEC_GATES,
+) -> GateReport:
+    """How many facts pass for each of these queries [Q, D], at these gates and in quantiles.
+
+    k, windows: facts per envelope and windows per task; a gate that leaves fewer than k x windows cannot fill them.
+    Reads every fact once per query. Raises ValueError for no query, an empty store, bad vectors, k or windows.
+    """
+    view = store.view() if isinstance(store, FactStore) else store
+    vectors = as_vectors(queries, view.dim, "queries")
+    check_k(k)
+    check_k(windows)
+    if not len(vectors) or not len(view):
+        raise ValueError(f"queries: expected queries and facts, got {len(vectors)} and {len(view)}")
+    alive = np.flatnonzero(view.alive)
+    wanted = k * windows
+    cosines_of = (np.sort(_cosines(view, vector, alive)) for vector in vectors)
+    passing: list[list[int]] = []
+    quantiles, largest, enough, deviations = [], [], [], []
+    for cosines in cosines_of:
+        passing.append([len(cosines) - int(np.searchsorted(cosines, gate)) for gate in gates])
+        quantiles.append(np.quantile(cosines, LEVELS))
+        largest.append(cosines[-1])
+        enough.append(cosines[max(0, len(cosines) - max(1, wanted))])
+        spread = float(cosines.std())
+        deviations.append([(gate - float(cosines.mean())) / spread if spread > 0.0 else np.nan for gate in gates])
+    counts, levels, z = np.array(passing), np.array(quantiles), np.array(deviations)
+    reach = float(np.sort(enough)[len(enough) - math.ceil(SERVED * len(enough))])
+    return GateReport(
+        embedding_model=view.embedding_model,
+        facts=len(view),
+        queries=len(vectors),
+        wanted=wanted,
+        passing={gate: counts[:, i] for i, gate in enumerate(gates)},
+        quantiles={level: levels[:, i] for i, level in enumerate(LEVELS)},
+        largest=np.array(largest),
+        deviations={gate: float(np.median(z[:, i])) for i, gate in enumerate(gates)},
+        suggested=round(np.floor(reach / _STEP + 1e-9) * _STEP, 2) if wanted <= len(view) else None,
+    )
+
+
+def suggest_min_relevance(
+    store: FactStore | StoreView, queries: Any, *, k: int = 10, windows: int = MAX_WINDOWS
+) -> float | None:
+    """The largest gate, in hundredths, that leaves k x windows facts to nine in ten of these queries.
+
+    None where the store has fewer facts than that. The gate decides how many facts compete, not how relevant they are:
+    look at what stands near it before you trust it. Raises as `gate_report`.
+    """
+    return gate_report(store, queries, k=k, windows=windows).suggested
+
+
+def _cosines(view: StoreView, vector: Float64, rows: Int64) -> Float64:
+    columns = Columns.spec(vector, min_relevance=CDR_MIN_RELEVANCE)
+    return _C.column_values(view.blocks, view.squared_norms, columns.compiled, rows)[:, 0]

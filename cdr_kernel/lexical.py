@@ -1,0 +1,204 @@
+"""Words of the facts: BM25 over a store's texts, kept with it as it grows.
+
+    index = LexicalIndex()
+    index.bm25(store.view(), ["cluster DNS"])                # [(rows, scores)], facts without a common word left out
+
+Postings are added in segments, as facts are, and segments of like size are merged, so that taking in n facts one by
+one costs O(n log n). Removed facts are masked; the numbers are those of an index made anew of the facts that are left.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
+from cdr_kernel.store import StoreView
+
+_camel = re.compile(r"([a-z])([A-Z])")
+_suffix = re.compile(r"(ies|es|s|ing|ed)\b")
+_word = re.compile(r"[A-Za-z][A-Za-z0-9]+")
+
+
+def words(text: str) -> list[str]:
+    """The words of a text that tell it from others, in order, repeats kept.
+
+    camelCase is split, letters are lowered, a final ies, es, s, ing or ed is dropped, then runs of ASCII letters and
+    digits that begin with a letter and have at least two characters are words unless they are in STOP_WORDS. Made for
+    English; a text without such runs has none and gets no lexical evidence.
+    """
+    plain = _suffix.sub("", _camel.sub(r"\1 \2", text).lower())
+    return [word for word in _word.findall(plain) if word not in STOP_WORDS]
+
+
+@dataclass(frozen=True, eq=False)
+class Postings:
+    """Facts and their counts by term. terms: int64 [T] ascending; the postings of terms[i] stand at
+    starts[i]:starts[i + 1] of rows (ascending) and counts."""
+
+    terms: Int64
+    starts: Int64
+    rows: Int64
+    counts: Int64
+
+    @classmethod
+    def of(cls, terms: Int64, rows: Int64, counts: Int64) -> Postings:
+        """From one entry per (term, row), in any order."""
+        order = np.lexsort((rows, terms))
+        terms, rows, counts = terms[order], rows[order], counts[order]
+        firsts = np.flatnonzero(np.diff(terms, prepend=-1))
+        return cls(terms[firsts], np.append(firsts, len(terms)), rows, counts)
+
+    def merged(self, later: Postings) -> Postings:
+        """Both together."""
+        return Postings.of(
+            np.concatenate([np.repeat(p.terms, np.diff(p.starts)) for p in (self, later)]),
+            np.concatenate([self.rows, later.rows]),
+            np.concatenate([self.counts, later.counts]),
+        )
+
+    def find(self, term: int) -> tuple[Int64, Int64]:
+        """(rows, counts) of a term."""
+        at = int(np.searchsorted(self.terms, term))
+        if at == len(self.terms) or self.terms[at] != term:
+            return self.rows[:0], self.counts[:0]
+        here = slice(int(self.starts[at]), int(self.starts[at + 1]))
+        return self.rows[here], self.counts[here]
+
+
+@dataclass(frozen=True, eq=False)
+class _Indexed:
+    """What an index holds of one layout of a store: rows 0 to len(lengths). terms only ever grows."""
+
+    layout: int
+    terms: dict[str, int]
+    segments: tuple[Postings, ...]
+    lengths: Int64  # words in each text
+
+
+class LexicalIndex:
+    """BM25 postings of one store's texts, brought up to date by every question. Safe to share among threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._indexed = _Indexed(-1, {}, (), np.zeros(0, np.int64))
+
+    def _upto(self, view: StoreView) -> _Indexed:
+        with self._lock:
+            held = self._indexed
+            if held.layout != view.layout:
+                held = _Indexed(view.layout, {}, (), np.zeros(0, np.int64))
+            start = len(held.lengths)
+            if start < view.rows:
+                added, lengths = _postings(held.terms, view.texts(range(start, view.rows)), start)
+                segments = [*held.segments, added]
+                while len(segments) > 1 and 2 * len(segments[-1].rows) >= len(segments[-2].rows):
+                    last = segments.pop()
+                    segments[-1] = segments[-1].merged(last)
+                held = _Indexed(held.layout, held.terms, tuple(segments), np.concatenate([held.lengths, lengths]))
+            self._indexed = held
+            return held
+
+    def bm25(
+        self, view: StoreView, queries: Sequence[str], *, k1: float = BM25_K1, b: float = BM25_B
+    ) -> list[tuple[Int64, Float64]]:
+        """For each query the facts that share a word with it: (rows ascending, scores > 0).
+
+        Equivalent to, for a fact of length |f| words and the view's facts that are not removed (N of them):
+        ``sum(idf(w) * tf(w, f) * (k1 + 1) / (tf(w, f) + k1 * (1 - b + b * |f| / mean length)))`` over the query's
+        distinct words w, with ``idf(w) = ln(1 + (N - df(w) + 0.5) / (df(w) + 0.5))``.
+        """
+        held = self._upto(view)
+        alive = view.alive
+        facts = len(view)
+        total = int(held.lengths[: view.rows][alive].sum())
+        results = []
+        for query in queries:
+            score = np.zeros(view.rows)
+            for word in dict.fromkeys(words(query)):
+                term = held.terms.get(word)
+                if term is None or not held.segments:
+                    continue
+                found = [segment.find(term) for segment in held.segments]
+                rows = np.concatenate([rows for rows, _ in found])
+                counts = np.concatenate([counts for _, counts in found]).astype(np.float64)
+                keep = rows < view.rows
+                keep[keep] = alive[rows[keep]]
+                rows, counts = rows[keep], counts[keep]
+                idf = np.log1p((facts - len(rows) + 0.5) / (len(rows) + 0.5))
+                relative = held.lengths[rows] * (facts / max(total, 1))
+                score[rows] += idf * counts * (k1 + 1.0) / (counts + k1 * (1.0 - b + b * relative))
+            rows = np.flatnonzero(score)
+            results.append((rows, score[rows]))
+        return results
+
+
+def _postings(known: dict[str, int], texts: Sequence[str], start: int) -> tuple[Postings, Int64]:
+    terms: list[int] = []
+    counts: list[int] = []
+    sizes = np.zeros(len(texts), np.int64)
+    lengths = np.zeros(len(texts), np.int64)
+    for i, text in enumerate(texts):
+        found = Counter(words(text))
+        terms += [known.setdefault(word, len(known)) for word in found]
+        counts += found.values()
+        sizes[i], lengths[i] = len(found), found.total()
+    rows = np.repeat(np.arange(start, start + len(texts)), sizes)
+    return Postings.of(np.array(terms, np.int64), rows, np.array(counts, np.int64)), lengths
+
+
+def z_of_sparse(values: Float64, count: int) -> tuple[float, float]:
+    """(scale, shift) of the z-score over `count` numbers of which all but `values` are 0; (0, 0) for no spread.
+
+    The deviation is that of the population.
+    """
+    if not len(values):
+        return 0.0, 0.0
+    mean = float(values.sum()) / count
+    variance = (float(((values - mean) ** 2).sum()) + (count - len(values)) * mean * mean) / count
+    deviation = float(np.sqrt(variance))
+    if deviation <= NO_DEVIATION:
+        return 0.0, 0.0
+    return 1.0 / deviation, -mean / deviation
+
+
+class TfIdf:
+    """Cosines of texts by their words: the judge that uses neither labels nor embeddings.
+
+    Term weights are (1 + ln count) * (1 + ln((1 + N) / (1 + df))), each text a unit vector of them.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = len(texts)
+        self._terms: dict[str, int] = {}
+        entries = [Counter(words(text)) for text in texts]
+        terms = [self._terms.setdefault(word, len(self._terms)) for found in entries for word in found]
+        counts = [count for found in entries for count in found.values()]
+        rows = np.repeat(np.arange(len(texts)), [len(found) for found in entries])
+        self._postings = Postings.of(np.array(terms, np.int64), rows, np.array(counts, np.int64))
+        p = self._postings
+        df = np.diff(p.starts)
+        self._idf = 1.0 + np.log((1.0 + self._texts) / (1.0 + df))  # terms are 0, 1, 2, ...: each is in some text
+        weights = (1.0 + np.log(p.counts)) * np.repeat(self._idf, df)
+        norms = np.sqrt(np.bincount(p.rows, weights**2, minlength=self._texts))
+        self._weights: npt.NDArray[Any] = weights / norms[p.rows]
+
+    def similarity(self, queries: Sequence[str]) -> Float64:
+        """[texts, queries] float64 in [0, 1]; 0 without a common word."""
+        out = np.zeros((self._texts, len(queries)))
+        p = self._postings
+        for j, query in enumerate(queries):
+            found = {self._terms[w]: 1.0 + np.log(n) for w, n in Counter(words(query)).items() if w in self._terms}
+            norm = np.sqrt(sum((tf * self._idf[term]) ** 2 for term, tf in found.items()))
+            for term, tf in found.items():
+                here = slice(p.starts[term], p.starts[term + 1])
+                out[p.rows[here], j] += self._weights[here] * (tf * self._idf[term] / norm)
+        return out

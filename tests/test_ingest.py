@@ -1,0 +1,212 @@
+"""Documents to facts and tasks, and the experiment on them."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cdr_kernel import FactStore, embedder
+from cdr_kernel.cli import app
+from cdr_kernel.files import FileError, read_tasks
+from cdr_kernel.ingest import cut, propose_tasks, read_documents
+from cdr_kernel.quality import evaluate, load_corpus, ranked, summarise
+
+PAGE = """---
+title: "Nodes"
+weight: 10
+---
+<!-- a
+comment -->
+A [node](/docs/node) is a **worker** machine with `kubelet`, {{< glossary_tooltip text="pods" term_id="pod" >}} and more
+words so that the paragraph is long enough to stand.
+
+## Management {#management}
+
+* first item
+* second item is short
+
+```shell
+kubectl get nodes   # code goes
+```
+
+### Self-registration
+
+| a | b |
+|---|---|
+| cell one | cell two |
+
+![image](x.png) Text under the deeper heading, with \\*stars\\* and <br/> tags in it, long enough for one fact here.
+
+## {{% heading "whatsnext" %}}
+
+[ref]: http://example.com
+The end of the page is here and it has a few words more than fifteen, all told, to be a fact.
+"""
+
+
+def sentences(n, word="word"):
+    return " ".join(f"{word.capitalize()} number {i} says that every {word} is one of many." for i in range(n))
+
+
+def test_markdown_becomes_facts_with_heading_trails():
+    document = cut("concepts/nodes.md", PAGE)
+    assert document.title == "Nodes"
+    assert [(fact.headings, fact.text) for fact in document.facts] == [
+        (
+            (),
+            "A node is a worker machine with kubelet, pods and more words so that the paragraph is long enough to "
+            "stand.",
+        ),
+        (("Management",), "first item second item is short"),
+        (
+            ("Management", "Self-registration"),
+            "a b cell one cell two Text under the deeper heading, with *stars* and tags in it, long enough for one "
+            "fact here.",
+        ),
+        (
+            ("Whatsnext",),
+            "The end of the page is here and it has a few words more than fifteen, all told, to be a fact.",
+        ),
+    ]
+    fact = document.facts[2]
+    assert (fact.id, fact.position, fact.path) == ("concepts/nodes.md#2", 2, "concepts/nodes.md")
+    assert fact.embedded == f"Nodes: {fact.text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "title", "trail"),
+    [
+        ("# Top\n\nwords here", "Top", ()),
+        ("Top\n===\n\nBelow\n-----\n\nwords here", "Top", ("Below",)),
+        ("words\n\n# Later\n\nmore", "page", ("Later",)),
+        ("## A\n\n#### B\n\n### C\n\nwords", "page", ("A", "C")),
+        ("", "page", None),
+        ("---\ntitle: T\n---\n# H1\n\nwords", "T", ("H1",)),
+    ],
+)
+def test_titles_and_trails(text, title, trail):
+    document = cut("page.md", text)
+    assert document.title == title
+    assert (document.facts[-1].headings if document.facts else None) == trail
+
+
+def test_long_paragraphs_are_cut_between_sentences_and_short_ones_joined():
+    document = cut("p.md", f"{sentences(40)}\n\nshort one\n\nanother short one\n\n{' '.join(['x'] * 300)}")
+    sizes = [fact.words for fact in document.facts]
+    assert max(sizes) <= 120
+    assert min(sizes[:-1]) >= 15
+    assert " ".join(fact.text for fact in document.facts).split() == (
+        f"{sentences(40)} short one another short one {' '.join(['x'] * 300)}".split()
+    )
+    assert all(fact.text.endswith("many.") for fact in document.facts[:2])
+
+
+def test_plain_text_has_paragraphs_and_no_markup():
+    document = cut("notes.txt", "# not a heading *x*\n\nsecond paragraph " + "of words " * 10, markup=False)
+    assert document.facts[0].text.startswith("# not a heading *x* second paragraph")
+    assert document.facts[0].headings == ()
+
+
+def a_page(title, topics, n=7):
+    return f"# {title}\n\n{sentences(2, title)}\n\n" + "\n\n".join(
+        f"## {topic}\n\n" + "\n\n".join(f"{sentences(2, topic)} {i}" for i in range(n)) for topic in topics
+    )
+
+
+@pytest.fixture
+def docs(tmp_path):
+    folder = tmp_path / "docs"
+    (folder / "sub" / ".hidden").mkdir(parents=True)
+    (folder / "network.md").write_text(a_page("Network", ["routing", "dns", "policy", "ingress", "proxy"]))
+    (folder / "sub" / "storage.md").write_text(a_page("Storage", ["volumes", "claims", "classes", "snapshots"]))
+    (folder / "few.md").write_text(a_page("Few", ["one", "two"]))
+    (folder / "sub" / ".hidden" / "x.md").write_text("no")
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def test_documents_of_a_folder(docs):
+    documents = read_documents(docs)
+    assert [document.path for document in documents] == ["few.md", "network.md", "sub/storage.md"]
+    ids = [fact.id for document in documents for fact in document.facts]
+    assert len(ids) == len(set(ids))
+
+
+def test_what_is_wrong_with_a_folder(tmp_path):
+    with pytest.raises(NotADirectoryError, match="expected a folder"):
+        read_documents(tmp_path / "nowhere")
+    with pytest.raises(FileError, match="expected documents"):
+        read_documents(tmp_path)
+    (tmp_path / "bad.md").write_bytes(b"caf\xe9")
+    with pytest.raises(FileError, match="expected UTF-8, got byte 0xe9 at 3"):
+        read_documents(tmp_path)
+
+
+def test_tasks_are_pages_and_sections_with_enough_headings(docs, tmp_path):
+    proposed = propose_tasks(read_documents(docs))
+    assert [task["id"] for task in proposed["tasks"]] == ["page:network.md", "page:sub/storage.md"]
+    task = proposed["tasks"][0]
+    assert (task["query"], task["windows"], task["k"]) == ("Network", 5, 5)
+    assert [s["text"] for s in task["sub_queries"]][:2] == ["Network: routing", "Network: dns"]
+    facts = {fact.id: fact for document in read_documents(docs) for fact in document.facts}
+    for sub in task["sub_queries"]:
+        assert {facts[i].headings[0] for i in sub["fact_ids"]} == {sub["label"]}
+        assert sub["expected_words"] == sum(facts[i].words for i in sub["fact_ids"])
+    assert task["other_on_page_ids"] == ["network.md#0"]
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps(proposed))
+    assert [t.id for t in read_tasks(path)] == [t["id"] for t in proposed["tasks"]]
+    section = cut("s.md", a_page("Guide", ["part"], 1) + "".join(
+        f"\n\n### {name}\n\n" + "\n\n".join(f"{sentences(2, name)} {i}" for i in range(8)) for name in "abcd"
+    ))  # fmt: skip
+    (task,) = propose_tasks([section])["tasks"]
+    assert (task["kind"], task["query"]) == ("section", "Guide: part")
+    assert [s["label"] for s in task["sub_queries"]] == list("abcd")
+
+
+def fake_embedder(model):
+    """Sums of a random vector per word: texts with common words are near each other."""
+
+    def embed(texts):
+        rows = np.zeros((len(texts), 32), np.float32)
+        for row, text in zip(rows, texts, strict=True):
+            for word in text.lower().split():
+                row += np.random.default_rng(zlib.crc32(word.encode())).standard_normal(32)
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    return embed
+
+
+def test_two_commands_from_documents_to_the_experiment(docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    out = tmp_path / "store"
+    result = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["documents"], found["tasks"], found["model"]) == (3, 2, "toy")
+    store = FactStore.load(out)
+    assert len(store) == found["facts"] > 60
+    first = store.get(["network.md#1"])[0]
+    assert (first.source, first.position) == ("network.md", 1)
+    assert first.text.startswith("Network: Routing number 0")
+    corpus = load_corpus(out)
+    assert not corpus.texts[corpus.store.view().row_of("network.md#1")].startswith("Network: ")
+    with pytest.raises(ValueError, match="expected 'title'"):
+        load_corpus(out, embedding="text")
+    for mode in ("spec", "calibrated"):
+        row = summarise(evaluate(corpus, ranked(corpus, mode=mode), writers=["plan"]))
+        assert 0.0 <= row["completeness"] <= 1.0
+    assert row["new_by_window"][0] == 1.0
+    again = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"])
+    assert again.exit_code == 0, again.output
+    assert f"{len(store)} facts" in again.stdout
+
+
+def test_ingest_refuses_a_folder_of_other_files(docs):
+    result = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(docs), "--embed", "toy"])
+    assert result.exit_code == 1
+    assert "expected a store or an empty folder" in result.stderr

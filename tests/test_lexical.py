@@ -1,0 +1,142 @@
+"""The words of the facts: BM25 kept with a store, and the TF-IDF judge."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from cdr_kernel import FactStore
+from cdr_kernel.constants import STOP_WORDS
+from cdr_kernel.lexical import LexicalIndex, Postings, TfIdf, words, z_of_sparse
+
+TEXTS = [
+    "Every Pod gets its own IP address",
+    "CoreDNS names Services; a Service has a stable address",
+    "NetworkPolicies restrict traffic between Pods",
+    "",
+    "traffic traffic traffic",
+    "The of and",
+]
+
+
+def store_of(texts, start=0):
+    store = FactStore(2, embedding_model="toy")
+    add(store, texts, start)
+    return store
+
+
+def add(store, texts, start):
+    store.add([str(start + i) for i in range(len(texts))], texts, [[1.0, 0.5]] * len(texts))
+
+
+def plain_bm25(texts, query, k1=1.2, b=0.75):
+    """Straight from the definition."""
+    split = [words(t) for t in texts]
+    n, mean = len(split), sum(map(len, split)) / len(split)
+    out = []
+    for f in split:
+        s = 0.0
+        for w in dict.fromkeys(words(query)):
+            df = sum(w in other for other in split)
+            tf = f.count(w)
+            idf = math.log(1 + (n - df + 0.5) / (df + 0.5))
+            s += idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * len(f) / mean))
+        out.append(s)
+    return out
+
+
+def dense(found, n):
+    rows, values = found
+    out = np.zeros(n)
+    out[rows] = values
+    return out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NetworkPolicies restrict Pods", ["network", "polic", "restrict", "pod"]),
+        ("kubeProxy is running, classes were added", ["kube", "proxy", "runn", "class", "add"]),
+        ("IPv6 on 10.0.0.1 a x1", ["ipv6", "x1"]),
+        ("", []),
+        ("日本語", []),
+    ],
+)
+def test_words(text, expected):
+    assert words(text) == expected
+
+
+def test_the_stop_words_are_those_of_scikit_learn():
+    sklearn = pytest.importorskip("sklearn.feature_extraction.text")
+    assert sklearn.ENGLISH_STOP_WORDS == STOP_WORDS
+
+
+def test_bm25_is_the_definition():
+    for query in ("pod traffic traffic", "a stable address for Pods", "unheard of"):
+        (found,) = LexicalIndex().bm25(store_of(TEXTS).view(), [query])
+        np.testing.assert_allclose(dense(found, len(TEXTS)), plain_bm25(TEXTS, query), rtol=1e-12, atol=0)
+
+
+def test_bm25_of_a_growing_and_shrinking_store_is_that_of_a_new_index():
+    r = np.random.default_rng(3)
+    vocabulary = [f"word{i}x" for i in range(40)]
+    texts = [" ".join(r.choice(vocabulary, r.integers(0, 12))) for _ in range(200)]
+    store, index, start = store_of([]), LexicalIndex(), 0
+    old = store.view()
+    while start < 200:
+        size = int(r.integers(1, 30))
+        add(store, texts[start : start + size], start)
+        start += size
+        if start > 60:
+            store.remove([str(i) for i in r.integers(0, 60, 4)], missing="ignore")
+        if start > 150 and store.view().layout == 0:
+            store.compact()
+        view = store.view()
+        left = [texts[int(i)] for i in view.ids]
+        query = " ".join(r.choice(vocabulary, 3))
+        (found,) = index.bm25(view, [query])
+        np.testing.assert_allclose(dense(found, view.rows)[view.alive], plain_bm25(left, query), rtol=1e-12, atol=1e-14)
+    assert index.bm25(old, ["word1x"])[0][0].tolist() == []
+
+
+def test_an_older_view_does_not_see_what_came_later():
+    store, index = store_of(TEXTS), LexicalIndex()
+    before = store.view()
+    add(store, ["traffic"] * 3, 100)
+    index.bm25(store.view(), ["traffic"])
+    (found,) = index.bm25(before, ["traffic"])
+    np.testing.assert_allclose(dense(found, len(TEXTS)), plain_bm25(TEXTS, "traffic"), rtol=1e-12)
+
+
+def test_segments_stay_few():
+    store, index = store_of([]), LexicalIndex()
+    for i in range(100):
+        add(store, [f"fact{i} common words"], i)
+        index.bm25(store.view(), ["common"])
+    assert len(index._indexed.segments) <= 8
+
+
+def test_postings_of_nothing():
+    empty = np.zeros(0, np.int64)
+    postings = Postings.of(empty, empty, empty)
+    assert [part.tolist() for part in postings.find(3)] == [[], []]
+    assert LexicalIndex().bm25(store_of([]).view(), ["word"])[0][0].tolist() == []
+
+
+def test_z_of_sparse_is_the_z_score_with_the_zeros():
+    values, count = np.array([3.0, 1.0, 0.5]), 10
+    full = np.concatenate([values, np.zeros(7)])
+    scale, shift = z_of_sparse(values, count)
+    np.testing.assert_allclose(full * scale + shift, (full - full.mean()) / full.std(), rtol=1e-13)
+    assert z_of_sparse(values[:0], 10) == (0.0, 0.0)
+    assert z_of_sparse(np.full(4, 2.0), 4) == (0.0, 0.0)
+
+
+def test_tfidf_is_that_of_scikit_learn():
+    sklearn = pytest.importorskip("sklearn.feature_extraction.text")
+    queries = ["pod address", "traffic between services", "nothing known here"]
+    vectorizer = sklearn.TfidfVectorizer(sublinear_tf=True, analyzer=words)
+    expected = (vectorizer.fit_transform(TEXTS) @ vectorizer.transform(queries).T).toarray()
+    np.testing.assert_allclose(TfIdf(TEXTS).similarity(queries), expected, rtol=0, atol=1e-14)
