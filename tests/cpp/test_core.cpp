@@ -776,8 +776,14 @@ void scan_finds_what_the_exact_routine_finds() {
       for (const int threads : {1, 3}) {
         cdr::set_simd(level);
         cdr::set_threads(threads);
-        const auto found = sc::threshold(codes.index, m.rows, m.squared_norms.data(), alive.data(), {&c, &c});
-        CHECK(found.size() == 2 && found[0] == expected && found[1] == expected);
+        for (const std::size_t batch : {2, 6}) {  // one query at a time, and screened together
+          const std::vector<const cdr::Columns*> asked(batch, &c);
+          for (const bool bounds : {false, true}) {
+            const auto found = sc::threshold(codes.index, m.rows, m.squared_norms.data(), alive.data(), asked, bounds);
+            CHECK(found.size() == batch);
+            for (const auto& each : found) CHECK(each.rows == expected);
+          }
+        }
         for (const std::int64_t k : {1, 5, 50}) {
           const auto kept = sc::top(codes.index, m.rows, m.squared_norms.data(), expected.data(),
                                     static_cast<std::int64_t>(expected.size()), nullptr, c, {}, kSpec, k);
