@@ -132,7 +132,8 @@ def numpy_peer(outputs: Sequence[str], facts: Sequence[str]) -> Callable[[], lis
         at = np.minimum(np.searchsorted(blacklist, grams), len(blacklist) - 1)
         hits = np.flatnonzero(inside & (blacklist[at] == grams))
         distinct = np.unique(np.stack([row_of[hits].astype(np.uint64), grams[hits]]), axis=1)
-        return np.bincount(distinct[0].astype(np.int64), minlength=len(rows)).tolist()  # type: ignore[no-any-return]
+        counts: list[int] = np.bincount(distinct[0].astype(np.int64), minlength=len(rows)).tolist()
+        return counts
 
     return count
 

@@ -95,8 +95,10 @@ class Clock:
         return p20, p50, p80
 
 
-def formula(rows: torch.Tensor, columns: Sequence[Columns], device: torch.device) -> Callable[[], Any]:
-    """§2.2 in plain torch, in the rows' dtype: what one would write by hand."""
+def formula(
+    rows: torch.Tensor, columns: Sequence[Columns], device: torch.device
+) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
+    """§2.2 in plain torch, in the rows' dtype: what one would write by hand. The function and what to call it with."""
     norms = [np.sqrt(np.array(c.compiled.squared_norms)) for c in columns]
     vectors = [np.vstack([c.query, c.coverage, c.residual]) for c in columns]
     unit = np.stack(
@@ -112,7 +114,7 @@ def formula(rows: torch.Tensor, columns: Sequence[Columns], device: torch.device
         novelty = (1.0 - coverage.clamp(max=0.8)).clamp(min=0.2)
         return torch.where(relevance >= GATE, torch.maximum(relevance, pull) * novelty, -torch.inf).T
 
-    return lambda compiled=scores: compiled(rows, inverse, v)
+    return scores, (rows, inverse, v)
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, clock: Clock) -> tuple[float, float]:
@@ -189,7 +191,7 @@ def run_shape(
 
     try:
         dense = rows if rows is not None else torch.from_numpy(host).to(device)
-        eager = formula(dense, columns, device)
+        scores, given = formula(dense, columns, device)
 
         def top(scores: Callable[[], torch.Tensor]) -> Callable[[], Any]:
             return lambda: torch.topk(scores(), min(options.k, n), dim=1)
@@ -199,10 +201,11 @@ def run_shape(
             missing("torch eager", f"needs {memory / 2**30:.0f} GiB")
             missing("torch.compile", f"needs {memory / 2**30:.0f} GiB")
         else:
-            timed("torch eager", top(eager), recall=recall(top(eager)().indices.tolist(), best))
+            eager = top(lambda: scores(*given))
+            timed("torch eager", eager, recall=recall(eager().indices.tolist(), best))
             if options.compile:
-                compiled = torch.compile(eager.__defaults__[0])  # type: ignore[index]
-                whole = top(lambda: eager(compiled))  # type: ignore[call-arg]
+                compiled = torch.compile(scores)
+                whole = top(lambda: compiled(*given))
                 timed("torch.compile", whole, recall=recall(whole().indices.tolist(), best))
             else:
                 missing("torch.compile", "left out (--compile)")
@@ -294,7 +297,10 @@ def main(arguments: list[str]) -> None:
     copied, multiplied = ceilings(device, getattr(torch, options.dtype), clock)
     found = {**machine(device), "copy_GB/s": copied / 1e9, "matmul_TFLOP/s": multiplied / 1e12,
              "dim": options.dim, "dtype": options.dtype, "residual": options.residual, "k": options.k}  # fmt: skip
-    note = lambda text: print(text, file=sys.stderr if options.json else sys.stdout, flush=True)  # noqa: E731
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+
     note("measured on " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()))
     heads = " ".join(f"{head:>9}" for head in ("p20 ms", "p50 ms", "p80 ms"))
     note(f"{'rows':>9} {'B':>3} {'':<40} {heads} {'GB/s':>8} {'TFLOP/s':>8}  recall")

@@ -24,7 +24,7 @@ import numpy.typing as npt
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module has no optional type
 
 T = TypeVar("T")
 

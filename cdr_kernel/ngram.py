@@ -30,8 +30,8 @@ from .constants import NGRAM_SIZE
 
 try:
     from . import _C
-except ImportError:
-    _C = None  # type: ignore[assignment]
+except ImportError:  # the Python twin works without it
+    _C = None  # type: ignore[assignment]  # a module has no optional type
 
 
 class Tokenizer(Protocol):

@@ -24,6 +24,7 @@ SMALLEST_SQUARE = tl.constexpr(2.0**-80)  # squared norms that float32 sums can 
 LARGEST_SQUARE = tl.constexpr(2.0**80)
 
 
+# The compiler reads this function, not Python: Triton's decorator is untyped and its arguments have no types of Python.
 @triton.jit(do_not_specialize=["overlap_stride", "out_stride", "n", "count", "groups", "tiles"])  # type: ignore[untyped-decorator]
 def score_bounds_kernel(  # type: ignore[no-untyped-def]
     rows,  # [R, D] float16, bfloat16, float32, float64 or int8

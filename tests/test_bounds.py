@@ -54,7 +54,7 @@ def exact_everywhere(exact, columns, importance=None, overlap=None):
     return out
 
 
-def bounds_of(run, rows, columns, factors=Factors32(), limits=(32, 128)):  # noqa: B008
+def bounds_of(run, rows, columns, factors=Factors32(), limits=(32, 128)):  # noqa: B008  # a frozen value, never changed
     """float64 [B, n] by one pass, in the units of the scores."""
     out = np.empty((len(columns), len(rows.values)))
     for packed in pack(

@@ -259,7 +259,7 @@ def test_an_update_replaces_the_guard_and_leaves_the_published_one_alone():
         (report(["nope"]), {}, ValueError),
         (report([3]), {}, TypeError),
         (report(["a", "b", "a"]), {}, ValueError),
-        (WindowReport(0.5, "a", embedding_model=MODEL), {}, TypeError),  # type: ignore[arg-type]
+        (WindowReport(0.5, "a", embedding_model=MODEL), {}, TypeError),
         (report(["a"], depth_by_sub_query={"b": 0.5}), {}, ValueError),
         (report(["a"], depth_by_sub_query={"nope": 0.5}), {}, ValueError),
         (report(["a"], depth_by_sub_query={"a": -0.1}), {}, ValueError),
@@ -756,7 +756,7 @@ def test_merge_refuses_the_same_branch_twice_and_what_is_no_session():
     with pytest.raises(ValueError, match="twice"):
         session.merge([branch, branch])
     with pytest.raises(TypeError, match="Session"):
-        session.merge([None])  # type: ignore[list-item]
+        session.merge([None])
 
 
 def test_merge_refuses_a_snapshot_from_before_the_session_went_on():
@@ -952,7 +952,7 @@ def test_text_that_is_no_session_is_refused(text):
 
 def test_from_json_wants_a_str():
     with pytest.raises(TypeError, match="str"):
-        Session.from_json(b"{}")  # type: ignore[arg-type]
+        Session.from_json(b"{}")
 
 
 @HYPOTHESIS
@@ -1052,7 +1052,7 @@ def test_bytes_that_are_no_token_are_refused(token):
     with pytest.raises(ValueError, match=r"session|token"):
         Session.from_token(token, make_session().sub_queries, embedding_model=MODEL)
     with pytest.raises(TypeError, match="bytes"):
-        Session.from_token("{}", make_session().sub_queries, embedding_model=MODEL)  # type: ignore[arg-type]
+        Session.from_token("{}", make_session().sub_queries, embedding_model=MODEL)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_bounds import some_columns
 
-import cdr_kernel.torch_ops  # noqa: F401, registers the operators
+import cdr_kernel.torch_ops  # noqa: F401  # registers the operators
 from cdr_kernel import cdr_score
 from cdr_kernel.bounds import Factors32, Rows, bounds_torch, pack
 

@@ -212,7 +212,7 @@ def test_an_error_leaves_the_session_as_it_was(where):
     def generate(prompt: WindowPrompt) -> str:
         if prompt.window == 2 and where == "generate":
             raise RuntimeError(where)
-        return None if prompt.window == 2 and where == "no text" else "text"  # type: ignore[return-value]
+        return None if prompt.window == 2 and where == "no text" else "text"
 
     def assess(output: str) -> WindowReport:
         if session.window_count == 1 and where == "assess":
