@@ -22,8 +22,9 @@ from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking, cdr_rank, rank_many
 from cdr_kernel.retrieve import Candidates, Retriever
 from cdr_kernel.score import Scores, available_impls, cdr_score
-from cdr_kernel.session import CoverageEntry, Exit, Session, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, FactStore, StoreView
+from cdr_kernel.task import CoverageEntry, Exit, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.window import Window, WindowPrompt, run_windows
 
 try:

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_array, scale_rows
+from cdr_kernel.checks import check_integer, check_number
 from cdr_kernel.ngram import tokenize
-from cdr_kernel.session import SubQuery, WindowReport, check_integer, check_number, depth_from_words
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView
+from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 
 DEFAULT_EXPECTED_WORDS = 200
 THRESHOLD_PERCENTILE = 95.0

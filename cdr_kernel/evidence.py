@@ -22,8 +22,9 @@ from cdr_kernel.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOU
 from cdr_kernel.lexical import z_of_sparse
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import best_first
-from cdr_kernel.session import Calibrated, Feedback, Session, SessionState
+from cdr_kernel.session import Session
 from cdr_kernel.store import StoreView
+from cdr_kernel.task import Calibrated, Feedback, SessionState
 
 _TASKS_KEPT = 8
 _CHUNK = 65536

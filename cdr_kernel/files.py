@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64, as_vectors
 from cdr_kernel.constants import MAX_WINDOWS, MAX_WINDOWS_LIMIT
-from cdr_kernel.session import SubQuery
+from cdr_kernel.task import SubQuery
 
 BATCH_ROWS = 4096
 DEFAULT_K = 10

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cdr_kernel.constants import CKF_EXHAUSTED, GUARANTEE_COVERAGE_SCORE, IN_PROGRESS, LIMIT_REACHED
 from cdr_kernel.pack import Envelope
-from cdr_kernel.session import Exit, Session
+from cdr_kernel.session import Session
+from cdr_kernel.task import Exit
 
 ONBOARDING_HINT = "ingest-more-documents-for-continued-quality"
 HEALTHY_ABOVE = 0.70

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cdr_kernel.checks import check_integer
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
-from cdr_kernel.session import EXHAUSTIONS, check_integer
+from cdr_kernel.session import EXHAUSTIONS
 
 if TYPE_CHECKING:
     from cdr_kernel.rank import Ranking

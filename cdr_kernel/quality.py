@@ -33,8 +33,9 @@ from cdr_kernel.ngram import NGramGuard, Tokenizer, tokenize
 from cdr_kernel.pack import pack_facts
 from cdr_kernel.rank import cdr_rank
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.session import Session, SubQuery, WindowReport
+from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
+from cdr_kernel.task import SubQuery, WindowReport
 
 DROPPED = 0.25
 """Share of the packed facts' tokens that a simulated output leaves out."""

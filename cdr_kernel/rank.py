@@ -17,8 +17,9 @@ from cdr_kernel.evidence import Asked, ask
 from cdr_kernel.kept import KeptRows
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import best_first, cdr_score, check_k
-from cdr_kernel.session import Feedback, Session, SessionState
+from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
+from cdr_kernel.task import Feedback, SessionState
 
 Multiplier: TypeAlias = "Mapping[str, float] | npt.ArrayLike"
 

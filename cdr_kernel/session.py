@@ -10,28 +10,25 @@ Every check comes before every change: an error leaves the session as it was.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import copy
 import hashlib
-import json
 import math
 import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral, Real
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdr_kernel import session_json
 from cdr_kernel.arrays import as_vector
+from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import (
-    CALIBRATED_GATE,
     CDR_MIN_RELEVANCE,
     CKF_EXHAUSTED,
     COMPLETION_THRESHOLD,
@@ -39,13 +36,10 @@ from cdr_kernel.constants import (
     EXHAUSTION_RATIO,
     EXIT_REASONS,
     EXIT_SLACK,
-    FEEDBACK_WEIGHT,
-    LEXICAL_WEIGHT,
     LIMIT_REACHED,
     MAX_DEPTH_FROM_WORDS,
     MAX_WINDOWS,
     MAX_WINDOWS_LIMIT,
-    MIN_NEW_SHARE,
     NEED_FLOOR,
     SAFETY_BUDGET_DEPLETED,
     SAFETY_BUDGET_FLOOR,
@@ -53,241 +47,13 @@ from cdr_kernel.constants import (
 )
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
 from cdr_kernel.store import EmbeddingModelMismatch
+from cdr_kernel.task import MOST_WORDS, Calibrated, CoverageEntry, Exit, Feedback, SessionState, SubQuery, WindowReport
 
 if TYPE_CHECKING:
     from cdr_kernel.pack import Envelope
-
 MODES = ("spec", "calibrated")
-GATES_ON = ("best", "query")
 _DEFAULT_GATE = float(str(CDR_MIN_RELEVANCE))  # an object of its own, so that the same number given is told from it
 EXHAUSTIONS = ("score", "novelty")
-SCHEMA = 1
-MOST_WORDS = 2**53
-"""Up to here a float64 holds every count."""
-TOKEN_LIMIT = 4096
-"""SPEC-007: bytes of a session token at most."""
-
-
-def check_number(value: object, name: str, low: float = -math.inf, high: float = math.inf) -> float:
-    """`value` as a float in [low, high]. TypeError for what is no number (bool included), ValueError for NaN,
-    an infinity, or a number outside the range."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, got {number}")
-    if not low <= number <= high:
-        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {number!r}")
-    return number
-
-
-def check_integer(value: object, name: str, low: int, high: int | None = None) -> int:
-    """`value` as an int in low..high. TypeError for what is no integer (bool included), ValueError
-    outside."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'{low} to {high}'}, got {number}")
-    return number
-
-
-def _check_bool(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
-def _check_text(value: object, name: str, *, empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, got {value!r}")
-    if not empty and not value.strip():
-        raise ValueError(f"{name} must not be empty")
-    return value
-
-
-def _check_choice(value: object, name: str, known: Sequence[str]) -> str:
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-    return value
-
-
-@dataclass(frozen=True, eq=False)
-class SubQuery:
-    """One item of the task's decomposition (§2.1).
-
-    id: unique in its session. label: what the anchor calls it (§4.2). text: what was embedded.
-    embedding: [D], any float dtype, list or tensor; kept as a read-only float64 copy. It must come from the
-    model of the store's facts (§2.5).
-    expected_words: int, 0 to 2^53, that the finished task should have on it, None where unknown.
-    marginal: a complete task may leave it undone (R9).
-
-    Raises TypeError or ValueError for a wrong type, an empty id or label, a vector that is zero, not finite
-    or not one-dimensional.
-    """
-
-    id: str
-    label: str
-    text: str
-    embedding: NDArray[np.float64]
-    expected_words: int | None = None
-    marginal: bool = False
-
-    def __post_init__(self) -> None:
-        _check_text(self.id, "the id of a sub-query")
-        where = f"sub-query {self.id!r}"
-        _check_text(self.label, f"the label of {where}")
-        _check_text(self.text, f"the text of {where}", empty=True)
-        _check_bool(self.marginal, f"marginal of {where}")
-        if self.expected_words is not None:
-            words = check_integer(self.expected_words, f"expected_words of {where}", 0, MOST_WORDS)
-            object.__setattr__(self, "expected_words", words)
-        vector = np.array(as_vector(self.embedding, None, f"the embedding of {where}"))
-        vector.setflags(write=False)
-        object.__setattr__(self, "embedding", vector)
-
-
-@dataclass(frozen=True, eq=False)
-class CoverageEntry:
-    """§2.1: a sub-query that a window addressed.
-
-    embedding: that of the sub-query, [D] float64, read-only. depth_weight: how thoroughly, in [0, 1].
-    window_number: by which window, from 1 (R15).
-    """
-
-    sub_query_id: str
-    embedding: NDArray[np.float64]
-    depth_weight: float
-    window_number: int
-
-
-@dataclass(frozen=True)
-class WindowReport:
-    """What one window's output achieved: the specification's DPE Stage 8 report (§3.1).
-
-    completeness_score: of the whole task so far, in [0, 1].
-    addressed: ids of the sub-queries that this window's output covered, each once.
-    depth_by_sub_query: depth in [0, 1] of addressed ids; one that is missing counts as 0.5 (R33).
-    words_by_sub_query: words of this window's output on a sub-query, addressed or not, 0 to 2^53.
-    embedding_model: the model behind the embeddings (R18); may be given to `Session.update` instead.
-
-    `Session.update` checks all of it.
-    """
-
-    completeness_score: float
-    addressed: tuple[str, ...] = ()
-    depth_by_sub_query: Mapping[str, float] = field(default_factory=dict)
-    words_by_sub_query: Mapping[str, int] = field(default_factory=dict)
-    embedding_model: str | None = None
-
-
-@dataclass(frozen=True)
-class Exit:
-    """Whether the window loop ends, and why (§6).
-
-    reason: the first true exit in the order of §6, one of `constants.EXIT_REASONS`, or None. also: every
-    other true one, in that order. escalate: the safety budget is used up, whatever the reason (R10).
-    detail: why the store counts as exhausted, empty when it does not. novelty_ratio: the mean of exit 3 (mode
-    "calibrated": the share of never packed facts among the qualified), None when no envelope was given.
-    """
-
-    stop: bool
-    reason: str | None
-    also: tuple[str, ...]
-    escalate: bool
-    detail: str
-    novelty_ratio: float | None
-
-
-def depth_from_words(actual: float, expected: float) -> float:
-    """§3.2, R7: min(0.90, actual / expected); 0.5 (§3.1) when nothing was expected (expected <= 0).
-
-    actual: words written, >= 0. ValueError for a negative or non-finite count, TypeError for no number.
-    """
-    actual = check_number(actual, "actual", 0.0)
-    expected = check_number(expected, "expected")
-    if expected <= 0.0:
-        return DEFAULT_DEPTH
-    return min(MAX_DEPTH_FROM_WORDS, actual / expected)
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """The parts of the calibrated mode, an extension beside the specification's formula.
-
-    Every cosine is taken in deviations above the store's mean (z). A sub-query's score of a fact is z plus evidence.
-
-    gate: z that a candidate must reach, on gate_on: "best" of query and sub-queries, or "query".
-    lexical_weight: share of the z-score of BM25 of the sub-query's text, >= 0.
-    feedback_weight: share of the z-score along the task's own direction, >= 0: from the store's mean to the mean of
-    the 5 best facts of each sub-query, fixed at the first window.
-    source_weight: share of the evidence of a fact's document, >= 0: its neighbours in it and how well it serves the
-    task. Above 0 it replaces the feedback. It needs facts with a source and a position, and prefers documents that
-    serve the task.
-    need_floor: what a sub-query keeps of its need, however deep it was written about, in [0, 1].
-    packed_penalty: what a packed fact loses, in [0, 1]; 1 takes it out.
-    centred_coverage: whether coverage takes part, as 2 * (mean cosine to what is covered - to all sub-queries).
-    min_new_share: the store counts as exhausted when a smaller share of the qualified facts was never packed.
-
-    Raises TypeError or ValueError for what is out of range.
-    """
-
-    gate: float = CALIBRATED_GATE
-    gate_on: str = "best"
-    lexical_weight: float = LEXICAL_WEIGHT
-    feedback_weight: float = FEEDBACK_WEIGHT
-    source_weight: float = 0.0
-    need_floor: float = NEED_FLOOR
-    packed_penalty: float = 1.0
-    centred_coverage: bool = False
-    min_new_share: float = MIN_NEW_SHARE
-
-    def __post_init__(self) -> None:
-        highest = {"need_floor": 1.0, "packed_penalty": 1.0, "min_new_share": 1.0}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "gate_on":
-                _check_choice(value, item.name, GATES_ON)
-            elif item.name == "centred_coverage":
-                _check_bool(value, item.name)
-            else:
-                low = -math.inf if item.name == "gate" else 0.0
-                number = check_number(value, item.name, low, highest.get(item.name, math.inf))
-                object.__setattr__(self, item.name, number)
-
-
-@dataclass(frozen=True, eq=False)
-class Feedback:
-    """What fixes the direction of a task: the facts it was made of, and the direction [D] float64.
-
-    direction is None where only the ids are known (after a token): the next ranking makes it from the facts that are
-    still there.
-    """
-
-    fact_ids: tuple[str, ...]
-    direction: NDArray[np.float64] | None
-
-
-@dataclass(frozen=True, eq=False)
-class SessionState:
-    """Everything of a session that a window changes, as one immutable value.
-
-    A session replaces it as a whole, so whoever takes `session.state` once reads one consistent state, also
-    while another thread updates. What is in it is never changed in place.
-    """
-
-    coverage: tuple[CoverageEntry, ...]
-    residual: tuple[SubQuery, ...]
-    window_count: int
-    completeness: float
-    words: dict[str, int]
-    packed: dict[str, int]
-    guard: NGramGuard | None
-    safety_budget: float
-    feedback: Feedback | None = None
 
 
 class Session:
@@ -362,9 +128,9 @@ class Session:
         self._embeddings.setflags(write=False)
         texts = "\0".join(item.text for item in self.sub_queries).encode("utf-8", "surrogatepass")
         self.task_key = hashlib.sha256(self._embeddings.tobytes() + texts).hexdigest()
-        self.id = uuid.uuid4().hex if id is None else _check_text(id, "id")
-        self.embedding_model = _check_text(embedding_model, "embedding_model")
-        self.mode = _check_choice(mode, "mode", MODES)
+        self.id = uuid.uuid4().hex if id is None else check_text(id, "id")
+        self.embedding_model = check_text(embedding_model, "embedding_model")
+        self.mode = check_choice(mode, "mode", MODES)
         parts = {
             "gate": gate,
             "gate_on": gate_on,
@@ -404,10 +170,10 @@ class Session:
         self.min_relevance = check_number(min_relevance, "min_relevance", -1.0, 1.0)
         self.max_windows = check_integer(max_windows, "max_windows", 1, MAX_WINDOWS_LIMIT)
         self.completion_threshold = check_number(completion_threshold, "completion_threshold", 0.0, 1.0)
-        self.first_window_pull = _check_bool(first_window_pull, "first_window_pull")
-        self.clamp_novelty = _check_bool(clamp_novelty, "clamp_novelty")
-        self.exhaustion = _check_choice(exhaustion, "exhaustion", EXHAUSTIONS)
-        self.exclude_packed = _check_bool(exclude_packed, "exclude_packed")
+        self.first_window_pull = check_bool(first_window_pull, "first_window_pull")
+        self.clamp_novelty = check_bool(clamp_novelty, "clamp_novelty")
+        self.exhaustion = check_choice(exhaustion, "exhaustion", EXHAUSTIONS)
+        self.exclude_packed = check_bool(exclude_packed, "exclude_packed")
         budget = check_number(safety_budget, "safety_budget", 0.0, 1.0)
         own: NGramGuard | None
         if guard is None and self.mode == "spec":
@@ -551,7 +317,7 @@ class Session:
         that was not addressed, a number out of range; TypeError for a wrong type.
         """
         completeness, depths, words = self._check_report(report)
-        _check_text(output, "output", empty=True)
+        check_text(output, "output", empty=True)
         named = {embedding_model, report.embedding_model}
         for name in named - {None} or named:
             if name != self.embedding_model:
@@ -706,42 +472,7 @@ class Session:
         Vectors are base64 of little-endian float64, hashes of little-endian uint64. A replaced tokenizer goes
         in by its name only, a hash key by its fingerprint.
         """
-        state = self._state
-        return _canonical(
-            {
-                "schema": SCHEMA,
-                "id": self.id,
-                "dim": self.dim,
-                "settings": self._settings(),
-                "sub_queries": [
-                    {
-                        "id": item.id,
-                        "label": item.label,
-                        "text": item.text,
-                        "embedding": _pack_array(item.embedding, "<f8"),
-                        "expected_words": item.expected_words,
-                        "marginal": item.marginal,
-                    }
-                    for item in self.sub_queries
-                ],
-                "coverage": [
-                    {
-                        "sub_query_id": entry.sub_query_id,
-                        "depth_weight": entry.depth_weight,
-                        "window_number": entry.window_number,
-                    }
-                    for entry in state.coverage
-                ],
-                "residual": [item.id for item in state.residual],
-                "window_count": state.window_count,
-                "completeness": state.completeness,
-                "words": state.words,
-                "packed": state.packed,
-                "safety_budget": state.safety_budget,
-                "guard": None if state.guard is None else _pack_guard(state.guard),
-                **self._feedback_data(state, with_direction=True),
-            }
-        )
+        return session_json.to_json(self)
 
     @classmethod
     def from_json(cls, text: str, *, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None) -> Self:
@@ -750,11 +481,7 @@ class Session:
         tokenizer, hash_key: needed when the guard had its own; name and fingerprint must be those in the file.
         ValueError that says what is wrong for anything that `to_json` does not write.
         """
-        data = _parse(text)
-        try:
-            return cls._from_data(data, tokenizer, hash_key)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a session: {_message(error)}") from error
+        return session_json.from_json(cls, text, tokenizer=tokenizer, hash_key=hash_key)
 
     def token(self) -> bytes:
         """What a gateway signs and hands around (SPEC-007): canonical JSON in ASCII, 4,096 bytes at most.
@@ -764,29 +491,7 @@ class Session:
         packed facts only under `exclude_packed` or a `packed_penalty`. ValueError if it does not fit: use `to_json`
         then.
         """
-        state = self._state
-        payload: dict[str, object] = {
-            "v": SCHEMA,
-            "id": self.id,
-            "dim": self.dim,
-            "settings": self._settings(),
-            "covered": [self._index[entry.sub_query_id] for entry in state.coverage],
-            "windows": [entry.window_number for entry in state.coverage],
-            "depths": _pack_array(np.array([entry.depth_weight for entry in state.coverage]), "<f8"),
-            "residual": [self._index[item.id] for item in state.residual],
-            "window_count": state.window_count,
-            "completeness": state.completeness,
-            "words": [state.words[item.id] for item in self.sub_queries],
-            "safety_budget": state.safety_budget,
-            "guard": None if state.guard is None else _guard_settings(state.guard),
-            "packed": state.packed if self._needs_packed else {},
-            "sha256": self._coverage_hash(state),
-            **self._feedback_data(state, with_direction=False),
-        }
-        token = _canonical(payload).encode("ascii")
-        if len(token) > TOKEN_LIMIT:
-            raise ValueError(f"a session token holds at most {TOKEN_LIMIT} bytes, this one needs {len(token)}")
-        return token
+        return session_json.token(self)
 
     @classmethod
     def from_token(
@@ -804,25 +509,7 @@ class Session:
         EmbeddingModelMismatch for another model; ValueError for sub-queries that are not those of the token,
         and for anything that `token` does not write.
         """
-        if not isinstance(token, bytes | bytearray):
-            raise TypeError(f"token must be bytes, got {type(token).__name__}")
-        if len(token) > TOKEN_LIMIT:
-            raise ValueError(f"a session token holds at most {TOKEN_LIMIT} bytes, got {len(token)}")
-        _check_text(embedding_model, "embedding_model")
-        if guard is not None and not isinstance(guard, NGramGuard):
-            raise TypeError(f"guard must be an NGramGuard or None, got {guard!r}")
-        sub_queries = tuple(sub_queries)
-        try:
-            data = _parse(bytes(token).decode("ascii"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not a session token: {error}") from error
-        try:
-            model = data["settings"]["embedding_model"]
-            if model != embedding_model:
-                raise EmbeddingModelMismatch("the session of the token", model, embedding_model)
-            return cls._from_token_data(data, sub_queries, guard)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a session token: {_message(error)}") from error
+        return session_json.from_token(cls, token, sub_queries, embedding_model=embedding_model, guard=guard)
 
     def _fresh_state(self, guard: NGramGuard | None, safety_budget: float) -> SessionState:
         return SessionState(
@@ -956,276 +643,7 @@ class Session:
                 f"(window {base.window_count}, {len(base.coverage)} coverage entries) before it went on"
             )
 
-    @property
-    def _needs_packed(self) -> bool:
-        return self.exclude_packed or (self.calibrated is not None and self.calibrated.packed_penalty > 0.0)
-
-    def _feedback_data(self, state: SessionState, *, with_direction: bool) -> dict[str, object]:
-        if self.calibrated is None:
-            return {}
-        made = state.feedback
-        if made is None:
-            return {"feedback": None}
-        if not with_direction:
-            return {"feedback": list(made.fact_ids)}
-        direction = None if made.direction is None else _pack_array(made.direction, "<f8")
-        return {"feedback": {"fact_ids": list(made.fact_ids), "direction": direction}}
-
-    def _settings(self) -> dict[str, object]:
-        if self.calibrated is not None:
-            return {
-                "embedding_model": self.embedding_model,
-                "mode": self.mode,
-                "max_windows": self.max_windows,
-                "completion_threshold": self.completion_threshold,
-                **asdict(self.calibrated),
-            }
-        return {
-            "embedding_model": self.embedding_model,
-            "mode": self.mode,
-            "min_relevance": self.min_relevance,
-            "max_windows": self.max_windows,
-            "completion_threshold": self.completion_threshold,
-            "first_window_pull": self.first_window_pull,
-            "clamp_novelty": self.clamp_novelty,
-            "exhaustion": self.exhaustion,
-            "exclude_packed": self.exclude_packed,
-        }
-
-    def _coverage_hash(self, state: SessionState) -> str:
-        content = {
-            "embedding_model": self.embedding_model,
-            "sub_queries": [[item.id, _pack_array(item.embedding, "<f8")] for item in self.sub_queries],
-            "coverage": [[e.sub_query_id, e.depth_weight, e.window_number] for e in state.coverage],
-        }
-        return hashlib.sha256(_canonical(content).encode("ascii")).hexdigest()
-
-    @classmethod
-    def _from_data(cls, data: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None) -> Self:
-        fields = (
-            "schema id dim settings sub_queries coverage residual window_count completeness words packed "
-            "safety_budget guard"
-        )
-        _check_fields(data, fields + _extra_fields(data), "the session")
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
-        dim = check_integer(data["dim"], "dim", 1)
-        sub_queries = []
-        for item in _check_list(data["sub_queries"], "sub_queries"):
-            _check_fields(item, "id label text embedding expected_words marginal", "a sub-query")
-            where = f"the embedding of sub-query {item['id']!r}"
-            sub_queries.append(SubQuery(**{**item, "embedding": _unpack_array(item["embedding"], "<f8", where, dim)}))
-        guard: NGramGuard | Literal[False] = False
-        if data["guard"] is not None:
-            stored = _unpack_guard(data["guard"])
-            guard = NGramGuard.from_state(stored, tokenizer=tokenizer, hash_key=hash_key)
-        _check_text(data["id"], "id")
-        session = cls._from_settings(data, sub_queries, guard)
-        coverage = []
-        for item in _check_list(data["coverage"], "coverage"):
-            _check_fields(item, "sub_query_id depth_weight window_number", "a coverage entry")
-            coverage.append((item["sub_query_id"], item["depth_weight"], item["window_number"]))
-        session._restore(data, coverage, data["residual"], data["words"])
-        return session
-
-    @classmethod
-    def _from_token_data(
-        cls, data: dict[str, Any], sub_queries: tuple[SubQuery, ...], guard: NGramGuard | None
-    ) -> Self:
-        fields = (
-            "v id dim settings covered windows depths residual window_count completeness words safety_budget "
-            "guard packed sha256"
-        )
-        _check_fields(data, fields + _extra_fields(data), "the token")
-        if data["v"] != SCHEMA:
-            raise ValueError(f"v must be {SCHEMA}, got {data['v']!r}")
-        own = _token_guard(data["guard"], guard)
-        _check_text(data["id"], "id")
-        session = cls._from_settings(data, sub_queries, own)
-        ids = list(session._index)
-
-        def named(indices: object, name: str) -> list[str]:
-            checked = [check_integer(i, f"an index in {name}", 0) for i in _check_list(indices, name)]
-            if any(i >= len(ids) for i in checked):
-                raise ValueError(f"{name} has an index beyond the {len(ids)} sub-queries given, got {checked}")
-            return [ids[i] for i in checked]
-
-        covered = named(data["covered"], "covered")
-        windows = _check_list(data["windows"], "windows")
-        depths = _unpack_array(data["depths"], "<f8", "depths", len(covered)).tolist()
-        words = _check_list(data["words"], "words")
-        if len(windows) != len(covered) or len(words) != len(ids) or data["dim"] != session.dim:
-            raise ValueError(
-                f"the sub-queries are not those of the token: it has {len(words)} of dimension "
-                f"{data['dim']!r}, got {len(ids)} of dimension {session.dim}"
-            )
-        session._restore(
-            data,
-            list(zip(covered, depths, windows, strict=True)),
-            named(data["residual"], "residual"),
-            dict(zip(ids, words, strict=True)),
-        )
-        if session._coverage_hash(session._state) != data["sha256"]:
-            raise ValueError("the sub-queries or the coverage are not those of the token: the SHA-256 differs")
-        return session
-
-    @classmethod
-    def _from_settings(
-        cls, data: dict[str, Any], sub_queries: Sequence[SubQuery], guard: NGramGuard | Literal[False] | None
-    ) -> Self:
-        settings = data["settings"]
-        own = "min_relevance first_window_pull clamp_novelty exhaustion exclude_packed"
-        if _extra_fields(data):
-            own = " ".join(item.name for item in fields(Calibrated))
-            if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
-                settings = {**settings, "feedback_weight": None}
-        _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
-        return cls(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
-
-    def _restore(
-        self, data: dict[str, Any], coverage: Iterable[tuple[Any, Any, Any]], residual: object, words: object
-    ) -> None:
-        """Replace the fresh state of a session just made by a stored one, checked."""
-        count = check_integer(data["window_count"], "window_count", 0)
-        entries = tuple(
-            self._entry(
-                self._check_id(id, "coverage"),
-                check_number(depth, f"the depth of {id!r}", 0.0, 1.0),
-                check_integer(window, "window_number", 1, count),
-            )
-            for id, depth, window in coverage
-        )
-        remaining = self._remaining(entries)
-        if residual != [item.id for item in remaining]:
-            raise ValueError(f"residual must be what coverage leaves, got {residual!r}")
-        if not isinstance(words, dict) or set(words) != set(self._index):
-            raise ValueError(f"words must have a count for each sub-query, got {words!r}")
-        if not isinstance(data["packed"], dict):
-            raise TypeError(f"packed must be an object, got {data['packed']!r}")
-        packed = {id: check_integer(n, f"the window of fact {id!r}", 1, count) for id, n in data["packed"].items()}
-        self._state = replace(
-            self._state,
-            coverage=entries,
-            residual=remaining,
-            window_count=count,
-            completeness=check_number(data["completeness"], "completeness", 0.0, 1.0),
-            words={id: check_integer(words[id], f"the words of {id!r}", 0) for id in self._index},
-            packed=packed,
-            feedback=self._read_feedback(data.get("feedback")),
-        )
-
-    def _read_feedback(self, stored: object) -> Feedback | None:
-        if stored is None:
-            return None
-        ids, direction = stored, None
-        if isinstance(stored, dict):
-            _check_fields(stored, "fact_ids direction", "feedback")
-            ids, direction = stored["fact_ids"], stored["direction"]
-        checked = tuple(_check_text(id, "a fact of feedback", empty=True) for id in _check_list(ids, "feedback"))
-        if direction is None:
-            return Feedback(checked, None)
-        vector = _unpack_array(direction, "<f8", "the direction of feedback", self.dim)
-        if not np.isfinite(vector).all():
-            raise ValueError("the direction of feedback must be finite")
-        return Feedback(checked, vector)
-
-
-def _extra_fields(data: dict[str, Any]) -> str:
-    settings = data.get("settings")
-    return " feedback" if isinstance(settings, dict) and settings.get("mode") == "calibrated" else ""
-
 
 def _fixed(held: Feedback | None, found: Feedback | None) -> Feedback | None:
     """What is held stays; only a direction that is missing is taken over."""
     return found if held is None or (held.direction is None and found is not None) else held
-
-
-def _token_guard(stored: object, guard: NGramGuard | None) -> NGramGuard | Literal[False]:
-    if stored is None:
-        if guard is not None:
-            raise ValueError("the session of the token has no n-gram guard, got one")
-        return False
-    if not isinstance(stored, list) or len(stored) != 5:
-        raise ValueError(f"guard must be null or [n, tokenizer, key, exact, max_ngrams], got {stored!r}")
-    n, _, _, exact, max_ngrams = stored
-    own = NGramGuard(n, exact=exact, max_ngrams=max_ngrams) if guard is None else guard
-    if _guard_settings(own) != stored:
-        raise ValueError(f"the token is of an n-gram guard {stored}, got {_guard_settings(own)}: pass guard=")
-    return own
-
-
-def _guard_settings(guard: NGramGuard) -> list[object]:
-    return [guard.n, guard.tokenizer_name, guard.key_fingerprint, guard.exact, guard.max_ngrams]
-
-
-def _pack_guard(guard: NGramGuard) -> dict[str, object]:
-    state = guard.state()
-    state["hashes"] = [_pack_array(hashes, "<u8") for hashes in state["hashes"]]
-    if state["tokens"] is not None:
-        # bytes, since JSON would take two lone surrogates of a token for one character
-        text = json.dumps(state["tokens"], ensure_ascii=False, separators=(",", ":"))
-        state["tokens"] = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
-    return state
-
-
-def _unpack_guard(data: object) -> dict[str, Any]:
-    _check_fields(data, "n tokenizer key exact max_ngrams hashes tokens", "the guard")
-    assert isinstance(data, dict)
-    state = dict(data)
-    state["hashes"] = [
-        _unpack_array(hashes, "<u8", "the hashes of the guard") for hashes in _check_list(state["hashes"], "hashes")
-    ]
-    if state["tokens"] is not None:
-        raw = _unpack_array(state["tokens"], "u1", "the tokens of the guard").tobytes()
-        state["tokens"] = _check_list(json.loads(raw.decode("utf-8", "surrogatepass")), "tokens")
-    return state
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-
-
-def _parse(text: str) -> dict[str, Any]:
-    if not isinstance(text, str):
-        raise TypeError(f"a session is read from a str, got {type(text).__name__}")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a session: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"a session is a JSON object, got {type(data).__name__}")
-    return data
-
-
-def _message(error: Exception) -> str:
-    return str(error.args[0]) if error.args else str(error)
-
-
-def _check_fields(data: object, names: str, where: str) -> None:
-    if not isinstance(data, dict) or set(data) != set(names.split()):
-        got = sorted(data) if isinstance(data, dict) else data
-        raise ValueError(f"{where} must have the fields {sorted(names.split())}, got {got!r}")
-
-
-def _check_list(value: object, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list, got {value!r}")
-    return value
-
-
-def _pack_array(values: NDArray[Any], dtype: str) -> str:
-    return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")
-
-
-def _unpack_array(value: object, dtype: str, name: str, length: int | None = None) -> NDArray[Any]:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be base64 text, got {value!r}")
-    try:
-        raw = base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"{name} is not base64: {error}") from error
-    size = np.dtype(dtype).itemsize
-    if len(raw) % size or (length is not None and len(raw) != length * size):
-        expected = f"a multiple of {size}" if length is None else f"{length * size}"
-        raise ValueError(f"{name} must have {expected} bytes, got {len(raw)}")
-    return np.frombuffer(raw, dtype=dtype).astype(np.dtype(dtype).newbyteorder("="))

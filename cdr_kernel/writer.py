@@ -19,9 +19,11 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
+from cdr_kernel.checks import check_number
 from cdr_kernel.pack import Envelope
-from cdr_kernel.session import Session, WindowReport, check_number
+from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
+from cdr_kernel.task import WindowReport
 from cdr_kernel.window import WindowPrompt
 
 Embed: TypeAlias = Callable[[list[str]], Any]

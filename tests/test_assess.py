@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.ngram import tokenize
-from cdr_kernel.session import Session, SubQuery
+from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore
+from cdr_kernel.task import SubQuery
 
 MODEL = "m1"
 WORDS = ("dns", "cni", "bgp")

@@ -12,8 +12,9 @@ from cdr_kernel.constants import EXIT_REASONS
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking
-from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
+from cdr_kernel.session import Session
 from cdr_kernel.store import Fact
+from cdr_kernel.task import Exit, SubQuery, WindowReport
 
 HYPOTHESIS = settings(deadline=None, max_examples=100, derandomize=True)
 

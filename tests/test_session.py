@@ -19,8 +19,9 @@ from cdr_kernel.constants import EXIT_REASONS, Depth
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
-from cdr_kernel.session import Session, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact
+from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 
 MODEL = "m1"
 NAMES = ("a", "b", "c")

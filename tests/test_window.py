@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.session import Session, SubQuery, WindowReport
+from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore
+from cdr_kernel.task import SubQuery, WindowReport
 from cdr_kernel.window import Window, WindowPrompt, run_windows
 
 MODEL = "m1"

@@ -1,0 +1,54 @@
+"""Scalars that callers hand in, checked at the door: TypeError for the wrong kind, ValueError for the wrong value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+
+def check_number(value: object, name: str, low: float = -math.inf, high: float = math.inf) -> float:
+    """`value` as a float in [low, high]. TypeError for what is no number (bool included), ValueError for NaN,
+    an infinity, or a number outside the range."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {number}")
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {number!r}")
+    return number
+
+
+def check_integer(value: object, name: str, low: int, high: int | None = None) -> int:
+    """`value` as an int in low..high. TypeError for what is no integer (bool included), ValueError
+    outside."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'{low} to {high}'}, got {number}")
+    return number
+
+
+def check_bool(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_text(value: object, name: str, *, empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {value!r}")
+    if not empty and not value.strip():
+        raise ValueError(f"{name} must not be empty")
+    return value
+
+
+def check_choice(value: object, name: str, known: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return value

@@ -1,0 +1,408 @@
+"""A session as JSON, whole, and as the token that a gateway signs; and back, every field checked."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdr_kernel.checks import check_integer, check_number, check_text
+from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
+from cdr_kernel.store import EmbeddingModelMismatch
+from cdr_kernel.task import Calibrated, Feedback, SessionState, SubQuery
+
+if TYPE_CHECKING:
+    from cdr_kernel.session import Session
+
+S = TypeVar("S", bound="Session")
+SCHEMA = 1
+TOKEN_LIMIT = 4096
+"""SPEC-007: bytes of a session token at most."""
+
+
+def to_json(session: Session) -> str:
+    """See `Session.to_json`."""
+    state = session._state
+    return _canonical(
+        {
+            "schema": SCHEMA,
+            "id": session.id,
+            "dim": session.dim,
+            "settings": _settings(session),
+            "sub_queries": [
+                {
+                    "id": item.id,
+                    "label": item.label,
+                    "text": item.text,
+                    "embedding": _pack_array(item.embedding, "<f8"),
+                    "expected_words": item.expected_words,
+                    "marginal": item.marginal,
+                }
+                for item in session.sub_queries
+            ],
+            "coverage": [
+                {
+                    "sub_query_id": entry.sub_query_id,
+                    "depth_weight": entry.depth_weight,
+                    "window_number": entry.window_number,
+                }
+                for entry in state.coverage
+            ],
+            "residual": [item.id for item in state.residual],
+            "window_count": state.window_count,
+            "completeness": state.completeness,
+            "words": state.words,
+            "packed": state.packed,
+            "safety_budget": state.safety_budget,
+            "guard": None if state.guard is None else _pack_guard(state.guard),
+            **_feedback_data(session, state, with_direction=True),
+        }
+    )
+
+
+def from_json(kind: type[S], text: str, *, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None) -> S:
+    """See `Session.from_json`."""
+    data = _parse(text)
+    try:
+        return _from_data(kind, data, tokenizer, hash_key)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a session: {_message(error)}") from error
+
+
+def token(session: Session) -> bytes:
+    """See `Session.token`."""
+    state = session._state
+    payload: dict[str, object] = {
+        "v": SCHEMA,
+        "id": session.id,
+        "dim": session.dim,
+        "settings": _settings(session),
+        "covered": [session._index[entry.sub_query_id] for entry in state.coverage],
+        "windows": [entry.window_number for entry in state.coverage],
+        "depths": _pack_array(np.array([entry.depth_weight for entry in state.coverage]), "<f8"),
+        "residual": [session._index[item.id] for item in state.residual],
+        "window_count": state.window_count,
+        "completeness": state.completeness,
+        "words": [state.words[item.id] for item in session.sub_queries],
+        "safety_budget": state.safety_budget,
+        "guard": None if state.guard is None else _guard_settings(state.guard),
+        "packed": state.packed if _needs_packed(session) else {},
+        "sha256": _coverage_hash(session, state),
+        **_feedback_data(session, state, with_direction=False),
+    }
+    token = _canonical(payload).encode("ascii")
+    if len(token) > TOKEN_LIMIT:
+        raise ValueError(f"a session token holds at most {TOKEN_LIMIT} bytes, this one needs {len(token)}")
+    return token
+
+
+def from_token(
+    kind: type[S],
+    token: bytes,
+    sub_queries: Iterable[SubQuery],
+    *,
+    embedding_model: str,
+    guard: NGramGuard | None = None,
+) -> S:
+    """See `Session.from_token`."""
+    if not isinstance(token, bytes | bytearray):
+        raise TypeError(f"token must be bytes, got {type(token).__name__}")
+    if len(token) > TOKEN_LIMIT:
+        raise ValueError(f"a session token holds at most {TOKEN_LIMIT} bytes, got {len(token)}")
+    check_text(embedding_model, "embedding_model")
+    if guard is not None and not isinstance(guard, NGramGuard):
+        raise TypeError(f"guard must be an NGramGuard or None, got {guard!r}")
+    sub_queries = tuple(sub_queries)
+    try:
+        data = _parse(bytes(token).decode("ascii"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a session token: {error}") from error
+    try:
+        model = data["settings"]["embedding_model"]
+        if model != embedding_model:
+            raise EmbeddingModelMismatch("the session of the token", model, embedding_model)
+        return _from_token_data(kind, data, sub_queries, guard)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a session token: {_message(error)}") from error
+
+
+def _needs_packed(session: Session) -> bool:
+    return session.exclude_packed or (session.calibrated is not None and session.calibrated.packed_penalty > 0.0)
+
+
+def _feedback_data(session: Session, state: SessionState, *, with_direction: bool) -> dict[str, object]:
+    if session.calibrated is None:
+        return {}
+    made = state.feedback
+    if made is None:
+        return {"feedback": None}
+    if not with_direction:
+        return {"feedback": list(made.fact_ids)}
+    direction = None if made.direction is None else _pack_array(made.direction, "<f8")
+    return {"feedback": {"fact_ids": list(made.fact_ids), "direction": direction}}
+
+
+def _settings(session: Session) -> dict[str, object]:
+    if session.calibrated is not None:
+        return {
+            "embedding_model": session.embedding_model,
+            "mode": session.mode,
+            "max_windows": session.max_windows,
+            "completion_threshold": session.completion_threshold,
+            **asdict(session.calibrated),
+        }
+    return {
+        "embedding_model": session.embedding_model,
+        "mode": session.mode,
+        "min_relevance": session.min_relevance,
+        "max_windows": session.max_windows,
+        "completion_threshold": session.completion_threshold,
+        "first_window_pull": session.first_window_pull,
+        "clamp_novelty": session.clamp_novelty,
+        "exhaustion": session.exhaustion,
+        "exclude_packed": session.exclude_packed,
+    }
+
+
+def _coverage_hash(session: Session, state: SessionState) -> str:
+    content = {
+        "embedding_model": session.embedding_model,
+        "sub_queries": [[item.id, _pack_array(item.embedding, "<f8")] for item in session.sub_queries],
+        "coverage": [[e.sub_query_id, e.depth_weight, e.window_number] for e in state.coverage],
+    }
+    return hashlib.sha256(_canonical(content).encode("ascii")).hexdigest()
+
+
+def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None) -> S:
+    fields = (
+        "schema id dim settings sub_queries coverage residual window_count completeness words packed "
+        "safety_budget guard"
+    )
+    _check_fields(data, fields + _extra_fields(data), "the session")
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
+    dim = check_integer(data["dim"], "dim", 1)
+    sub_queries = []
+    for item in _check_list(data["sub_queries"], "sub_queries"):
+        _check_fields(item, "id label text embedding expected_words marginal", "a sub-query")
+        where = f"the embedding of sub-query {item['id']!r}"
+        sub_queries.append(SubQuery(**{**item, "embedding": _unpack_array(item["embedding"], "<f8", where, dim)}))
+    guard: NGramGuard | Literal[False] = False
+    if data["guard"] is not None:
+        stored = _unpack_guard(data["guard"])
+        guard = NGramGuard.from_state(stored, tokenizer=tokenizer, hash_key=hash_key)
+    check_text(data["id"], "id")
+    session = _from_settings(kind, data, sub_queries, guard)
+    coverage = []
+    for item in _check_list(data["coverage"], "coverage"):
+        _check_fields(item, "sub_query_id depth_weight window_number", "a coverage entry")
+        coverage.append((item["sub_query_id"], item["depth_weight"], item["window_number"]))
+    _restore(session, data, coverage, data["residual"], data["words"])
+    return session
+
+
+def _from_token_data(
+    kind: type[S], data: dict[str, Any], sub_queries: tuple[SubQuery, ...], guard: NGramGuard | None
+) -> S:
+    fields = (
+        "v id dim settings covered windows depths residual window_count completeness words safety_budget "
+        "guard packed sha256"
+    )
+    _check_fields(data, fields + _extra_fields(data), "the token")
+    if data["v"] != SCHEMA:
+        raise ValueError(f"v must be {SCHEMA}, got {data['v']!r}")
+    own = _token_guard(data["guard"], guard)
+    check_text(data["id"], "id")
+    session = _from_settings(kind, data, sub_queries, own)
+    ids = list(session._index)
+
+    def named(indices: object, name: str) -> list[str]:
+        checked = [check_integer(i, f"an index in {name}", 0) for i in _check_list(indices, name)]
+        if any(i >= len(ids) for i in checked):
+            raise ValueError(f"{name} has an index beyond the {len(ids)} sub-queries given, got {checked}")
+        return [ids[i] for i in checked]
+
+    covered = named(data["covered"], "covered")
+    windows = _check_list(data["windows"], "windows")
+    depths = _unpack_array(data["depths"], "<f8", "depths", len(covered)).tolist()
+    words = _check_list(data["words"], "words")
+    if len(windows) != len(covered) or len(words) != len(ids) or data["dim"] != session.dim:
+        raise ValueError(
+            f"the sub-queries are not those of the token: it has {len(words)} of dimension "
+            f"{data['dim']!r}, got {len(ids)} of dimension {session.dim}"
+        )
+    _restore(
+        session,
+        data,
+        list(zip(covered, depths, windows, strict=True)),
+        named(data["residual"], "residual"),
+        dict(zip(ids, words, strict=True)),
+    )
+    if _coverage_hash(session, session._state) != data["sha256"]:
+        raise ValueError("the sub-queries or the coverage are not those of the token: the SHA-256 differs")
+    return session
+
+
+def _from_settings(
+    kind: type[S], data: dict[str, Any], sub_queries: Sequence[SubQuery], guard: NGramGuard | Literal[False] | None
+) -> S:
+    settings = data["settings"]
+    own = "min_relevance first_window_pull clamp_novelty exhaustion exclude_packed"
+    if _extra_fields(data):
+        own = " ".join(item.name for item in fields(Calibrated))
+        if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
+            settings = {**settings, "feedback_weight": None}
+    _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
+    return kind(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
+
+
+def _restore(
+    session: Session, data: dict[str, Any], coverage: Iterable[tuple[Any, Any, Any]], residual: object, words: object
+) -> None:
+    """Replace the fresh state of a session just made by a stored one, checked."""
+    count = check_integer(data["window_count"], "window_count", 0)
+    entries = tuple(
+        session._entry(
+            session._check_id(id, "coverage"),
+            check_number(depth, f"the depth of {id!r}", 0.0, 1.0),
+            check_integer(window, "window_number", 1, count),
+        )
+        for id, depth, window in coverage
+    )
+    remaining = session._remaining(entries)
+    if residual != [item.id for item in remaining]:
+        raise ValueError(f"residual must be what coverage leaves, got {residual!r}")
+    if not isinstance(words, dict) or set(words) != set(session._index):
+        raise ValueError(f"words must have a count for each sub-query, got {words!r}")
+    if not isinstance(data["packed"], dict):
+        raise TypeError(f"packed must be an object, got {data['packed']!r}")
+    packed = {id: check_integer(n, f"the window of fact {id!r}", 1, count) for id, n in data["packed"].items()}
+    session._state = replace(
+        session._state,
+        coverage=entries,
+        residual=remaining,
+        window_count=count,
+        completeness=check_number(data["completeness"], "completeness", 0.0, 1.0),
+        words={id: check_integer(words[id], f"the words of {id!r}", 0) for id in session._index},
+        packed=packed,
+        feedback=_read_feedback(session, data.get("feedback")),
+    )
+
+
+def _read_feedback(session: Session, stored: object) -> Feedback | None:
+    if stored is None:
+        return None
+    ids, direction = stored, None
+    if isinstance(stored, dict):
+        _check_fields(stored, "fact_ids direction", "feedback")
+        ids, direction = stored["fact_ids"], stored["direction"]
+    checked = tuple(check_text(id, "a fact of feedback", empty=True) for id in _check_list(ids, "feedback"))
+    if direction is None:
+        return Feedback(checked, None)
+    vector = _unpack_array(direction, "<f8", "the direction of feedback", session.dim)
+    if not np.isfinite(vector).all():
+        raise ValueError("the direction of feedback must be finite")
+    return Feedback(checked, vector)
+
+
+def _extra_fields(data: dict[str, Any]) -> str:
+    settings = data.get("settings")
+    return " feedback" if isinstance(settings, dict) and settings.get("mode") == "calibrated" else ""
+
+
+def _token_guard(stored: object, guard: NGramGuard | None) -> NGramGuard | Literal[False]:
+    if stored is None:
+        if guard is not None:
+            raise ValueError("the session of the token has no n-gram guard, got one")
+        return False
+    if not isinstance(stored, list) or len(stored) != 5:
+        raise ValueError(f"guard must be null or [n, tokenizer, key, exact, max_ngrams], got {stored!r}")
+    n, _, _, exact, max_ngrams = stored
+    own = NGramGuard(n, exact=exact, max_ngrams=max_ngrams) if guard is None else guard
+    if _guard_settings(own) != stored:
+        raise ValueError(f"the token is of an n-gram guard {stored}, got {_guard_settings(own)}: pass guard=")
+    return own
+
+
+def _guard_settings(guard: NGramGuard) -> list[object]:
+    return [guard.n, guard.tokenizer_name, guard.key_fingerprint, guard.exact, guard.max_ngrams]
+
+
+def _pack_guard(guard: NGramGuard) -> dict[str, object]:
+    state = guard.state()
+    state["hashes"] = [_pack_array(hashes, "<u8") for hashes in state["hashes"]]
+    if state["tokens"] is not None:
+        # bytes, since JSON would take two lone surrogates of a token for one character
+        text = json.dumps(state["tokens"], ensure_ascii=False, separators=(",", ":"))
+        state["tokens"] = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+    return state
+
+
+def _unpack_guard(data: object) -> dict[str, Any]:
+    _check_fields(data, "n tokenizer key exact max_ngrams hashes tokens", "the guard")
+    assert isinstance(data, dict)
+    state = dict(data)
+    state["hashes"] = [
+        _unpack_array(hashes, "<u8", "the hashes of the guard") for hashes in _check_list(state["hashes"], "hashes")
+    ]
+    if state["tokens"] is not None:
+        raw = _unpack_array(state["tokens"], "u1", "the tokens of the guard").tobytes()
+        state["tokens"] = _check_list(json.loads(raw.decode("utf-8", "surrogatepass")), "tokens")
+    return state
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if not isinstance(text, str):
+        raise TypeError(f"a session is read from a str, got {type(text).__name__}")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a session: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"a session is a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _message(error: Exception) -> str:
+    return str(error.args[0]) if error.args else str(error)
+
+
+def _check_fields(data: object, names: str, where: str) -> None:
+    if not isinstance(data, dict) or set(data) != set(names.split()):
+        got = sorted(data) if isinstance(data, dict) else data
+        raise ValueError(f"{where} must have the fields {sorted(names.split())}, got {got!r}")
+
+
+def _check_list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} must be a list, got {value!r}")
+    return value
+
+
+def _pack_array(values: NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")
+
+
+def _unpack_array(value: object, dtype: str, name: str, length: int | None = None) -> NDArray[Any]:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be base64 text, got {value!r}")
+    try:
+        raw = base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{name} is not base64: {error}") from error
+    size = np.dtype(dtype).itemsize
+    if len(raw) % size or (length is not None and len(raw) != length * size):
+        expected = f"a multiple of {size}" if length is None else f"{length * size}"
+        raise ValueError(f"{name} must have {expected} bytes, got {len(raw)}")
+    return np.frombuffer(raw, dtype=dtype).astype(np.dtype(dtype).newbyteorder("="))

@@ -1,0 +1,202 @@
+"""What a session is made of: sub-queries, coverage, what a window reports, how it ends. Plain, immutable values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdr_kernel.arrays import as_vector
+from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text
+from cdr_kernel.constants import (
+    CALIBRATED_GATE,
+    DEFAULT_DEPTH,
+    FEEDBACK_WEIGHT,
+    LEXICAL_WEIGHT,
+    MAX_DEPTH_FROM_WORDS,
+    MIN_NEW_SHARE,
+    NEED_FLOOR,
+)
+from cdr_kernel.ngram import NGramGuard
+
+GATES_ON = ("best", "query")
+MOST_WORDS = 2**53
+"""Up to here a float64 holds every count."""
+
+
+@dataclass(frozen=True, eq=False)
+class SubQuery:
+    """One item of the task's decomposition (§2.1).
+
+    id: unique in its session. label: what the anchor calls it (§4.2). text: what was embedded.
+    embedding: [D], any float dtype, list or tensor; kept as a read-only float64 copy. It must come from the
+    model of the store's facts (§2.5).
+    expected_words: int, 0 to 2^53, that the finished task should have on it, None where unknown.
+    marginal: a complete task may leave it undone (R9).
+
+    Raises TypeError or ValueError for a wrong type, an empty id or label, a vector that is zero, not finite
+    or not one-dimensional.
+    """
+
+    id: str
+    label: str
+    text: str
+    embedding: NDArray[np.float64]
+    expected_words: int | None = None
+    marginal: bool = False
+
+    def __post_init__(self) -> None:
+        check_text(self.id, "the id of a sub-query")
+        where = f"sub-query {self.id!r}"
+        check_text(self.label, f"the label of {where}")
+        check_text(self.text, f"the text of {where}", empty=True)
+        check_bool(self.marginal, f"marginal of {where}")
+        if self.expected_words is not None:
+            words = check_integer(self.expected_words, f"expected_words of {where}", 0, MOST_WORDS)
+            object.__setattr__(self, "expected_words", words)
+        vector = np.array(as_vector(self.embedding, None, f"the embedding of {where}"))
+        vector.setflags(write=False)
+        object.__setattr__(self, "embedding", vector)
+
+
+@dataclass(frozen=True, eq=False)
+class CoverageEntry:
+    """§2.1: a sub-query that a window addressed.
+
+    embedding: that of the sub-query, [D] float64, read-only. depth_weight: how thoroughly, in [0, 1].
+    window_number: by which window, from 1 (R15).
+    """
+
+    sub_query_id: str
+    embedding: NDArray[np.float64]
+    depth_weight: float
+    window_number: int
+
+
+@dataclass(frozen=True)
+class WindowReport:
+    """What one window's output achieved: the specification's DPE Stage 8 report (§3.1).
+
+    completeness_score: of the whole task so far, in [0, 1].
+    addressed: ids of the sub-queries that this window's output covered, each once.
+    depth_by_sub_query: depth in [0, 1] of addressed ids; one that is missing counts as 0.5 (R33).
+    words_by_sub_query: words of this window's output on a sub-query, addressed or not, 0 to 2^53.
+    embedding_model: the model behind the embeddings (R18); may be given to `Session.update` instead.
+
+    `Session.update` checks all of it.
+    """
+
+    completeness_score: float
+    addressed: tuple[str, ...] = ()
+    depth_by_sub_query: Mapping[str, float] = field(default_factory=dict)
+    words_by_sub_query: Mapping[str, int] = field(default_factory=dict)
+    embedding_model: str | None = None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Whether the window loop ends, and why (§6).
+
+    reason: the first true exit in the order of §6, one of `constants.EXIT_REASONS`, or None. also: every
+    other true one, in that order. escalate: the safety budget is used up, whatever the reason (R10).
+    detail: why the store counts as exhausted, empty when it does not. novelty_ratio: the mean of exit 3 (mode
+    "calibrated": the share of never packed facts among the qualified), None when no envelope was given.
+    """
+
+    stop: bool
+    reason: str | None
+    also: tuple[str, ...]
+    escalate: bool
+    detail: str
+    novelty_ratio: float | None
+
+
+def depth_from_words(actual: float, expected: float) -> float:
+    """§3.2, R7: min(0.90, actual / expected); 0.5 (§3.1) when nothing was expected (expected <= 0).
+
+    actual: words written, >= 0. ValueError for a negative or non-finite count, TypeError for no number.
+    """
+    actual = check_number(actual, "actual", 0.0)
+    expected = check_number(expected, "expected")
+    if expected <= 0.0:
+        return DEFAULT_DEPTH
+    return min(MAX_DEPTH_FROM_WORDS, actual / expected)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The parts of the calibrated mode, an extension beside the specification's formula.
+
+    Every cosine is taken in deviations above the store's mean (z). A sub-query's score of a fact is z plus evidence.
+
+    gate: z that a candidate must reach, on gate_on: "best" of query and sub-queries, or "query".
+    lexical_weight: share of the z-score of BM25 of the sub-query's text, >= 0.
+    feedback_weight: share of the z-score along the task's own direction, >= 0: from the store's mean to the mean of
+    the 5 best facts of each sub-query, fixed at the first window.
+    source_weight: share of the evidence of a fact's document, >= 0: its neighbours in it and how well it serves the
+    task. Above 0 it replaces the feedback. It needs facts with a source and a position, and prefers documents that
+    serve the task.
+    need_floor: what a sub-query keeps of its need, however deep it was written about, in [0, 1].
+    packed_penalty: what a packed fact loses, in [0, 1]; 1 takes it out.
+    centred_coverage: whether coverage takes part, as 2 * (mean cosine to what is covered - to all sub-queries).
+    min_new_share: the store counts as exhausted when a smaller share of the qualified facts was never packed.
+
+    Raises TypeError or ValueError for what is out of range.
+    """
+
+    gate: float = CALIBRATED_GATE
+    gate_on: str = "best"
+    lexical_weight: float = LEXICAL_WEIGHT
+    feedback_weight: float = FEEDBACK_WEIGHT
+    source_weight: float = 0.0
+    need_floor: float = NEED_FLOOR
+    packed_penalty: float = 1.0
+    centred_coverage: bool = False
+    min_new_share: float = MIN_NEW_SHARE
+
+    def __post_init__(self) -> None:
+        highest = {"need_floor": 1.0, "packed_penalty": 1.0, "min_new_share": 1.0}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "gate_on":
+                check_choice(value, item.name, GATES_ON)
+            elif item.name == "centred_coverage":
+                check_bool(value, item.name)
+            else:
+                low = -math.inf if item.name == "gate" else 0.0
+                number = check_number(value, item.name, low, highest.get(item.name, math.inf))
+                object.__setattr__(self, item.name, number)
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """What fixes the direction of a task: the facts it was made of, and the direction [D] float64.
+
+    direction is None where only the ids are known (after a token): the next ranking makes it from the facts that are
+    still there.
+    """
+
+    fact_ids: tuple[str, ...]
+    direction: NDArray[np.float64] | None
+
+
+@dataclass(frozen=True, eq=False)
+class SessionState:
+    """Everything of a session that a window changes, as one immutable value.
+
+    A session replaces it as a whole, so whoever takes `session.state` once reads one consistent state, also
+    while another thread updates. What is in it is never changed in place.
+    """
+
+    coverage: tuple[CoverageEntry, ...]
+    residual: tuple[SubQuery, ...]
+    window_count: int
+    completeness: float
+    words: dict[str, int]
+    packed: dict[str, int]
+    guard: NGramGuard | None
+    safety_budget: float
+    feedback: Feedback | None = None
