@@ -1,0 +1,95 @@
+// threshold(): which rows pass a gate, one block of rows after the other, for one set of columns or for many.
+#include <algorithm>
+#include <vector>
+
+#include "pool.h"
+#include "scan_many.h"
+#include "scan_one.h"
+
+namespace cdr {
+namespace scan {
+namespace {
+
+constexpr std::int64_t kUnit = 8192;  // rows in one unit of work
+
+}  // namespace
+
+std::vector<Found> threshold(const Index& index, const Rows& rows, const double* squared_norms,
+                             const std::uint8_t* alive, const std::vector<const Columns*>& columns, bool bounds) {
+  std::vector<Request> requests;
+  requests.reserve(columns.size());
+  std::size_t most_gates = 0;
+  std::vector<Coarse> coarse;
+  for (const Columns* c : columns) {
+    requests.emplace_back(index, rows, *c);
+    most_gates = std::max(most_gates, requests.back().gates.size());
+    for (const Gate& gate : requests.back().gates) coarse.push_back(gate.coarse());
+  }
+  // Units never cross from one run of codes to the next, nor into the tail.
+  struct Unit {
+    Place at;
+    std::int64_t first, rows;
+  };
+  std::vector<Unit> work;
+  const auto cut = [&](const Codes* codes, std::int64_t first, std::int64_t count) {
+    for (std::int64_t at = 0; at < count; at += kUnit)
+      work.push_back({{codes, at}, first + at, std::min(kUnit, count - at)});
+  };
+  std::int64_t first = 0;
+  for (const Codes& c : index.codes) {
+    cut(&c, first, c.rows);
+    first += c.rows;
+  }
+  cut(nullptr, first, rows.size() - first);
+
+  const OneLoops one = one_loops();
+  const ManyLoops together = many_loops();
+  const std::size_t sets = requests.size();
+  const bool many = coarse.size() >= kTogether;
+  const std::int64_t block = many ? kBlockTogether : kBlock;
+  std::vector<Found> parts(work.size() * sets);
+  parallel_for(work.size(), [&](std::size_t u) {
+    const Unit& unit = work[u];
+    std::vector<std::int32_t> dots1(many ? 0 : most_gates * static_cast<std::size_t>(kBlock));
+    TogetherScan all(index, rows, squared_norms, alive, requests, coarse, together, bounds);
+    for (std::int64_t at = 0; at < unit.rows; at += block) {
+      const std::int64_t size = std::min(block, unit.rows - at);
+      const Place place{unit.at.codes, unit.at.row + at};
+      const bool together_here = many && place.codes;
+      if (together_here) all.scan(place, size, unit.first + at, parts.data() + u * sets);
+      for (std::size_t s = 0; s < sets; ++s) {
+        const Request& request = requests[s];
+        Found& found = parts[u * sets + s];
+        if (place.codes && !request.open) {
+          if (!together_here)
+            scan_block(index, place, size, unit.first + at, request, rows, squared_norms, alive, one, bounds,
+                       dots1.data(), found);
+          continue;
+        }
+        for (std::int64_t row = unit.first + at; row < unit.first + at + size; ++row)
+          if ((!alive || alive[row]) && (request.open || request.scorer.passes(row, squared_norms[row]))) {
+            found.rows.push_back(row);
+            if (bounds) tell(found, -1.0, 1.0);
+          }
+      }
+    }
+  });
+  std::vector<Found> out(sets);
+  for (std::size_t s = 0; s < sets; ++s) {
+    std::size_t total = 0;
+    for (std::size_t u = 0; u < work.size(); ++u) total += parts[u * sets + s].rows.size();
+    out[s].rows.reserve(total);
+    out[s].low.reserve(bounds ? total : 0);
+    out[s].high.reserve(bounds ? total : 0);
+    for (std::size_t u = 0; u < work.size(); ++u) {
+      const Found& part = parts[u * sets + s];
+      out[s].rows.insert(out[s].rows.end(), part.rows.begin(), part.rows.end());
+      out[s].low.insert(out[s].low.end(), part.low.begin(), part.low.end());
+      out[s].high.insert(out[s].high.end(), part.high.begin(), part.high.end());
+    }
+  }
+  return out;
+}
+
+}  // namespace scan
+}  // namespace cdr

@@ -1,0 +1,42 @@
+// What the vector code of every file asks of the compiler and of the processor.
+#pragma once
+
+#include <cstdint>
+
+#include "score.h"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define CDR_X86 1
+#include <immintrin.h>
+#define CDR_AVX2 __attribute__((target("avx2,f16c")))
+#else
+#define CDR_X86 0
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define CDR_PREFETCH(p) __builtin_prefetch(p)
+#define CDR_INLINE __attribute__((always_inline)) inline
+#else
+#define CDR_INLINE inline
+#define CDR_PREFETCH(p) ((void)0)
+#endif
+
+namespace cdr {
+
+// Whether the AVX2 loops are to be used.
+inline bool fast() {
+#if CDR_X86
+  return simd() == Simd::avx2;
+#else
+  return false;
+#endif
+}
+
+constexpr std::int64_t kLine = 64;
+
+inline void prefetch(const void* p, std::int64_t bytes) {
+  const char* at = static_cast<const char*>(p);
+  for (std::int64_t i = 0; i < bytes; i += kLine) CDR_PREFETCH(at + i);
+}
+
+}  // namespace cdr
