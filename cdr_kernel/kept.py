@@ -1,9 +1,10 @@
 """What a retriever keeps of a session between windows, so that later windows read only the rows that qualified.
 
-With one query the facts that pass the gate are the same in every window of a session. They are found once, together
-with their cosines to all of the session's sub-queries; a later window combines those numbers, looks at what was added
-since, and leaves out what was removed. Kept numbers only choose which facts may be among the k best: what is returned
-is computed by the exact routine as ever.
+With one query the facts that pass the gate are the same in every window of a session. They are found once; a later
+window looks at these rows and at what was added since, and leaves out what was removed. Which of them may be among the
+k best the scan's codes tell, of most rows their first 64 bytes. Where there are no codes, or few rows, the cosines to
+all of the session's sub-queries are computed once and kept, and later windows combine those numbers. Both only choose:
+what is returned is computed by the exact routine as ever.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from cdr_kernel.ngram import Generation, NGramGuard
 from cdr_kernel.store import StoreView
 
 CACHE_BYTES = 256 << 20
+FEW_ROWS = 1024
+"""Up to here all cosines cost one window little more than a look at the codes, and the windows after it less."""
 _ULP = float(np.finfo(np.float64).eps)
 
 
@@ -55,6 +58,11 @@ class KeptRows:
         return self.rows.nbytes + sum(
             a.nbytes for a in (self.values, self.low, self.high, self.overlap) if a is not None
         )
+
+    @property
+    def worth_values(self) -> bool:
+        """Whether cosines of all these rows, kept, are the cheaper way to the k best where there are codes too."""
+        return self.values is not None or len(self.rows) <= FEW_ROWS
 
     def before(self, row: int) -> KeptRows:
         """What is kept of the rows under this number."""

@@ -246,14 +246,14 @@ class _Window:
         """Indices into positions that may hold the k best, ascending: from kept cosines, else from the codes."""
         if k == 0:
             return positions[:0]
-        rows = kept.rows[positions]
-        codes = self.retriever.codes(self.view)
         columns = self.asked.columns
-        if columns.coverage is None and len(columns.residual) == 0 and codes is not None:
-            if kept.low is None:
-                return codes.top(columns, self.view, rows, k, importance, multiplier, overlap)
+        by_relevance = columns.coverage is None and len(columns.residual) == 0
+        if by_relevance and kept.low is not None:
             strength = importance if multiplier is None else importance * multiplier
             return kept.likely(positions, strength, _after_guard(overlap), k)
+        codes = self.retriever.codes(self.view)
+        if codes is not None and (by_relevance or not kept.worth_values):
+            return codes.top(columns, self.view, kept.rows[positions], k, importance, multiplier, overlap)
         shares = np.zeros(len(self.session.sub_queries))
         entries = self.state.coverage
         total = math.fsum(entry.depth_weight for entry in entries)

@@ -31,8 +31,10 @@ def advance(session, r, output=""):
 
 
 @pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("few", [0, 10**9])
 @pytest.mark.parametrize("keywords", [{}, {"first_window_pull": True}, {"clamp_novelty": True, "min_relevance": -1.0}])
-def test_a_kept_window_equals_a_fresh_one(prepared, keywords):
+def test_a_kept_window_equals_a_fresh_one(prepared, few, keywords, monkeypatch):
+    monkeypatch.setattr("cdr_kernel.kept.FEW_ROWS", few)
     store, session, query, r = world(400, **keywords)
     retriever = Retriever(store)
     for window in range(6):
@@ -59,6 +61,26 @@ def test_only_new_rows_are_searched(monkeypatch):
     assert cdr_rank(query, retriever, session, k=5).qualified == first.qualified + 1
     with pytest.raises(pytest.fail.Exception):
         cdr_rank(query + 1.0, retriever, session, k=5)  # another question
+
+
+def test_many_rows_are_looked_at_by_their_codes_and_few_are_kept_with_their_cosines(monkeypatch):
+    store, session, query, r = world(300)
+    retriever = Retriever(store)
+    retriever.prepare()
+    cdr_rank(query, retriever, session, k=5)
+    advance(session, r)
+    bare = retriever.cache.nbytes
+    monkeypatch.setattr("cdr_kernel.kept.FEW_ROWS", 20)
+    monkeypatch.setattr(RowCache, "with_values", lambda *_: pytest.fail("read the stored rows"))
+    many = cdr_rank(query, retriever, session, k=5)
+    assert many.qualified > 20
+    assert retriever.cache.nbytes == bare
+    monkeypatch.undo()
+    same(cdr_rank(query, retriever, session, k=5), many)
+    assert retriever.cache.nbytes > bare
+    monkeypatch.setattr("cdr_kernel.kept.FEW_ROWS", 20)
+    monkeypatch.setattr(ScanIndex, "top", lambda *_: pytest.fail("asked the codes for what is kept"))
+    same(cdr_rank(query, retriever, session, k=5), many)
 
 
 def test_a_changed_query_gate_or_layout_is_noticed():

@@ -409,6 +409,32 @@ void score_gates_as_the_exact_sum_does() {
   CHECK(at_the_gate > 300);
 }
 
+void score_values_of_scattered_rows() {
+  Random random(11);
+  for (const std::int64_t dim : {1, 24, 37}) {
+    const Matrix m(cdr::DType::f32, dim, {300, 900}, [&] { return random.centred(); });
+    const cdr::Columns c = make_columns(dim, 7, true, -INFINITY, random);
+    std::vector<std::int64_t> index(700);  // more than one unit of work, its last rows at the end of a block of rows
+    for (auto& i : index) i = random.between(0, 1199);
+    index.back() = 1199;
+    std::vector<double> expected;
+    for (const std::int64_t i : index)
+      for (std::int64_t j = 0; j < c.count; ++j) {
+        if (j == 1) continue;
+        const std::size_t column = static_cast<std::size_t>(j);
+        const double norms = std::sqrt(m.squared_norms[static_cast<std::size_t>(i)] * c.squared_norms[column]);
+        const double cosine = std::clamp(lane_dot(m.row(i), c.vector(j), dim) / norms, -1.0, 1.0);
+        expected.push_back(c.scale[column] * cosine + c.shift[column]);
+      }
+    for (const cdr::Simd level : levels()) {
+      cdr::set_simd(level);
+      std::vector<double> values(expected.size());
+      cdr::column_values(m.rows, m.squared_norms.data(), index.data(), 700, c, values.data());
+      CHECK(values == expected);
+    }
+  }
+}
+
 void score_gates_by_any_column_and_by_what_is_alive() {
   Random random(7);
   const Matrix m(cdr::DType::f32, 11, {700, 800, 900}, [&] { return random.centred(); });
@@ -960,6 +986,7 @@ const Test kTests[] = {
     TEST(score_squared_norms_are_correctly_rounded),
     TEST(score_walks_the_lanes),
     TEST(score_gates_as_the_exact_sum_does),
+    TEST(score_values_of_scattered_rows),
     TEST(score_gates_by_any_column_and_by_what_is_alive),
     TEST(score_is_equal_for_every_level_and_number_of_threads),
     TEST(score_of_nothing),
