@@ -4,7 +4,9 @@
     scale, shift = calibration.scale_shift(vectors)          # z = scale * cos(fact, vector) + shift
 
 The mean of cos(f, v) over a store is v·m / |v| and its variance v·C·v / v·v, with the mean m and the covariance C of
-the unit rows. Both are sums over rows, so they follow a store as it grows and shrinks.
+the unit rows. Both come from sums over rows that are kept as exact integers: unit rows are rounded to multiples of
+2^-42 once, and from there on nothing is rounded before the end. So a store's calibration does not depend on the order
+in which facts came, on those that came and went, or on how many parts the facts are spread over.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from cdr_kernel.arrays import Float64, Int64, as_vectors
 from cdr_kernel.constants import NO_DEVIATION
 from cdr_kernel.store import Bool, StoreView
 
-_BLOCK = 4096
-_RECOMPUTED_AT = 0.1  # share of the counted rows that were subtracted
+_BLOCK = 2048  # rows whose products, at most 2^42 each, float64 sums exactly
+_HIGH, _LOW = 2.0**20, 2.0**22  # a coordinate is high / 2^20 + low / 2^42, with |high| <= 2^20 and |low| <= 2^21
+_BASE = 20  # bits of the lower part of a sum of products
+_MASK = (1 << _BASE) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,28 +52,79 @@ class Calibration:
         return scale, np.where(known, -scale * (unit @ self.mean), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Sums:
-    """Sums over the counted rows of layout `layout`, of unit row - origin, which keeps small spreads exact."""
+@dataclass(eq=False)
+class Sums:
+    """Exact sums over the unit rows of some facts; those of two sets of facts that share none add up.
 
-    layout: int
-    origin: Float64
-    first: Float64  # [D]
-    second: Float64  # [D, D]
-    counted: Bool  # by row
-    subtracted: int
+    A row is 2D integers, the D high parts of its coordinates and then the low ones. first: [2D] int64, their sum.
+    upper, lower: [2D, 2D] int64; upper * 2^20 + lower is the sum of their products. Good for 2^31 facts.
+    """
+
+    count: int
+    first: Int64
+    upper: Int64
+    lower: Int64
+
+    @classmethod
+    def zero(cls, dim: int) -> Sums:
+        """Of no facts."""
+        square = (2 * dim, 2 * dim)
+        return cls(0, np.zeros(2 * dim, np.int64), np.zeros(square, np.int64), np.zeros(square, np.int64))
+
+    def copy(self) -> Sums:
+        """The same, in arrays of its own."""
+        return Sums(self.count, self.first.copy(), self.upper.copy(), self.lower.copy())
+
+    def __iadd__(self, other: Sums) -> Sums:
+        self.count += other.count
+        self.first += other.first
+        self.upper += other.upper
+        self.lower += other.lower
+        return self
+
+    def add(self, view: StoreView, rows: Int64, sign: int = 1) -> None:
+        """Take in these rows of a view; with sign -1 take them out."""
+        for start in range(0, len(rows), _BLOCK):
+            some = rows[start : start + _BLOCK]
+            scaled = view.take(some).astype(np.float64) / np.sqrt(view.squared_norms[some, None]) * _HIGH
+            high = np.rint(scaled)
+            parts = np.hstack([high, np.rint((scaled - high) * _LOW)])
+            products = (parts.T @ parts).astype(np.int64)
+            self.first += sign * parts.sum(0).astype(np.int64)
+            self.upper += sign * (products >> _BASE)
+            self.lower += sign * (products & _MASK)
+        self.count += sign * len(rows)
+
+    def calibration(self) -> Calibration:
+        """Mean and covariance, rounded from the exact sums."""
+        dim, n = len(self.first) // 2, self.count
+        if not n:
+            return Calibration(np.zeros(dim), np.zeros((dim, dim)), 0)
+        # the products about the mean rounded to integers, c: sum((a - c)(b - c)) leaves nothing large to cancel
+        c = np.rint(self.first / n).astype(np.int64)
+        rest = self.first - n * c
+        upper = self.upper - np.outer(c, self.first >> _BASE)
+        lower = self.lower - np.outer(c, self.first & _MASK) - np.outer(rest, c)
+        upper += lower >> _BASE
+        spread = (upper * 2.0**_BASE + (lower & _MASK)) / n - np.outer(rest / n, rest / n)
+        units = np.repeat([1.0 / _HIGH, 1.0 / (_HIGH * _LOW)], dim)
+        spread *= np.outer(units, units)
+        mean = (c + rest / n) * units
+        covariance = spread[:dim, :dim] + (spread[:dim, dim:] + spread[dim:, :dim]) + spread[dim:, dim:]
+        return Calibration(mean[:dim] + mean[dim:], covariance, n)
 
 
 class Moments:
     """The calibration of one store, brought up to date by every question. Safe to share among threads.
 
-    Rows are added in blocks of 4,096 and subtracted when their facts are removed; after a tenth of them was
-    subtracted, or the store was compacted, everything is summed anew.
+    Rows are added when they come and subtracted when their facts are removed; after the store was compacted
+    everything is summed anew.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: _Sums | None = None
+        self._sums: Sums | None = None
+        self._counted: tuple[int, Bool] = (-1, np.zeros(0, np.bool_))  # layout and rows that the sums are of
         self._made: tuple[Bool, Calibration] | None = None
 
     def of(self, view: StoreView) -> Calibration:
@@ -77,45 +132,27 @@ class Moments:
         with self._lock:
             if self._made is not None and self._made[0] is view.alive:
                 return self._made[1]
-            self._sums = self._summed(view)
-            calibration = _calibration(self._sums, len(view), view.dim)
+            calibration = self._summed(view).calibration()
             self._made = (view.alive, calibration)
             return calibration
 
-    def _summed(self, view: StoreView) -> _Sums:
-        held = self._sums
-        if held is not None and held.layout == view.layout and len(held.counted) <= view.rows:
-            counted = np.zeros(view.rows, np.bool_)
-            counted[: len(held.counted)] = held.counted
-            gone = np.flatnonzero(counted & ~view.alive)
-            came = np.flatnonzero(view.alive & ~counted)
-            subtracted = held.subtracted + len(gone)
-            if subtracted <= _RECOMPUTED_AT * np.count_nonzero(counted):
-                first, second = held.first.copy(), held.second.copy()
-                _add(first, second, view, came, held.origin, 1.0)
-                _add(first, second, view, gone, held.origin, -1.0)
-                return _Sums(view.layout, held.origin, first, second, view.alive, subtracted)
-        rows = np.flatnonzero(view.alive)
-        origin = _units(view, rows[:1])[0] if len(rows) else np.zeros(view.dim)
-        first, second = np.zeros(view.dim), np.zeros((view.dim, view.dim))
-        _add(first, second, view, rows, origin, 1.0)
-        return _Sums(view.layout, origin, first, second, view.alive, 0)
+    def sums(self, view: StoreView) -> Sums:
+        """The sums of this version of the store, the caller's own."""
+        with self._lock:
+            return self._summed(view).copy()
 
-
-def _units(view: StoreView, rows: Int64) -> Float64:
-    unit: Float64 = view.take(rows).astype(np.float64) / np.sqrt(view.squared_norms[rows, None])
-    return unit
-
-
-def _add(first: Float64, second: Float64, view: StoreView, rows: Int64, origin: Float64, sign: float) -> None:
-    for start in range(0, len(rows), _BLOCK):
-        x = _units(view, rows[start : start + _BLOCK]) - origin
-        first += sign * x.sum(0)
-        second += sign * (x.T @ x)
-
-
-def _calibration(sums: _Sums, count: int, dim: int) -> Calibration:
-    if not count:
-        return Calibration(np.zeros(dim), np.zeros((dim, dim)), 0)
-    offset = sums.first / count
-    return Calibration(sums.origin + offset, sums.second / count - np.outer(offset, offset), count)
+    def _summed(self, view: StoreView) -> Sums:
+        sums, (layout, counted) = self._sums, self._counted
+        if sums is None or layout != view.layout or len(counted) > view.rows:
+            sums, counted = Sums.zero(view.dim), view.alive[:0]
+        before = np.zeros(view.rows, np.bool_)
+        before[: len(counted)] = counted
+        gone = np.flatnonzero(before & ~view.alive)
+        came = np.flatnonzero(view.alive & ~before)
+        if len(gone) > len(view) - len(came):  # fewer stayed than went
+            sums, gone, came = Sums.zero(view.dim), gone[:0], np.flatnonzero(view.alive)
+        self._sums = None  # until it is whole again
+        sums.add(view, came)
+        sums.add(view, gone, -1)
+        self._sums, self._counted = sums, (view.layout, view.alive)
+        return sums

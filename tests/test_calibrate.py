@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore
-from cdr_kernel.calibrate import Moments
+from cdr_kernel.calibrate import Moments, Sums
 
 D = 12
 
@@ -64,16 +64,42 @@ def test_it_follows_the_store_as_it_grows_shrinks_and_is_compacted():
         check(moments.of(store.view()), store.view())
 
 
-def test_few_removals_are_subtracted_and_many_are_summed_anew():
-    store, moments = store_of(rows(100)), Moments()
+def same(a, b):
+    return (a.count, a.mean.tobytes(), a.covariance.tobytes()) == (b.count, b.mean.tobytes(), b.covariance.tobytes())
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-6])
+def test_neither_history_nor_order_nor_parts_change_a_bit(spread):
+    r = np.random.default_rng(5)
+    vectors = np.ones((900, D)) * 0.3 + spread * r.standard_normal((900, D))
+    store = FactStore(D, embedding_model="toy", dtype="float64")
+    add(store, vectors)
+    moments = Moments()
     moments.of(store.view())
-    store.remove([f"f{i}" for i in range(5)])
+    store.remove([f"f{i}" for i in range(0, 300, 7)])
     moments.of(store.view())
-    assert moments._sums.subtracted == 5
-    store.remove([f"f{i}" for i in range(5, 30)])
-    moments.of(store.view())
-    assert moments._sums.subtracted == 0
-    check(moments.of(store.view()), store.view())
+    view = store.view()
+    anew = Moments().of(view)
+    assert same(moments.of(view), anew)
+    rows = r.permutation(np.flatnonzero(view.alive))
+    parts = Sums.zero(D)
+    for some in np.array_split(rows, 5):
+        part = Sums.zero(D)
+        part.add(view, some)
+        parts += part
+    assert same(parts.calibration(), anew)
+    again = FactStore(D, embedding_model="toy", dtype="float64")
+    add(again, vectors[rows])
+    assert same(Moments().of(again.view()), anew)
+
+
+def test_the_callers_sums_are_its_own():
+    store, moments = store_of(rows(50)), Moments()
+    before = moments.of(store.view())
+    moments.sums(store.view()).add(store.view(), np.arange(50))
+    add(store, rows(1))
+    store.remove(["f50"])
+    assert same(moments.of(store.view()), before)
 
 
 def test_an_older_view_has_its_own_calibration():
