@@ -9,8 +9,8 @@ retriever. `reference.calibrated_rank` says the same plainly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from cdr_kernel.arrays import Float64, Int64, as_vector
 from cdr_kernel.calibrate import Calibration
 from cdr_kernel.columns import RESIDUAL, Addend, Columns, coverage_centroid
 from cdr_kernel.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
-from cdr_kernel.lexical import z_of_sparse
+from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import best_first
 from cdr_kernel.session import Session
@@ -41,16 +41,67 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False)
-class _Evidence:
-    """Of one task in one version of a store. units [S, D]; scale, shift [S]: of z; word_shift [S] and addends belong
-    to the words and documents; feedback: of a session that has none yet."""
+class Evidence:
+    """Of one task in one version of the facts, wherever they are. units [S, D]: the sub-queries; scale, shift [S]: of
+    z; word_scale, word_shift [S]: of the BM25 of `texts`, whose words have these counts, weight included; feedback: of
+    a session that has none yet."""
 
     units: Float64
     scale: Float64
     shift: Float64
+    texts: tuple[str, ...]
+    counts: WordCounts | None
+    word_scale: Float64
     word_shift: Float64
-    addends: tuple[tuple[Int64, Float64] | None, ...]
-    feedback: Feedback | None
+    feedback: Feedback | None = None
+
+
+Addends: TypeAlias = "tuple[tuple[Int64, Float64] | None, ...]"
+"""What words and documents add to each sub-query's column: (rows, values)."""
+
+
+class Facts(Protocol):
+    """One version of the facts, as evidence is gathered of them."""
+
+    def calibration(self) -> Calibration:
+        """Of all facts."""
+
+    def word_counts(self, texts: tuple[str, ...]) -> WordCounts:
+        """Of all facts."""
+
+    def word_sums(self, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
+        """Of the BM25 of each text over all facts."""
+
+    def best(self, evidence: Evidence) -> tuple[tuple[str, ...], Float64]:
+        """Ids and unit vectors [M, D] of the 5 best facts of each sub-query, each fact once, by sequence."""
+
+    def vectors(self, ids: tuple[str, ...]) -> Float64:
+        """Unit vectors [M, D] of those of these facts that are there, by sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Here:
+    """The facts of a view."""
+
+    retriever: Retriever
+    view: StoreView
+
+    def calibration(self) -> Calibration:
+        return self.retriever.moments.of(self.view)
+
+    def word_counts(self, texts: tuple[str, ...]) -> WordCounts:
+        return self.retriever.lexical.counts(self.view, texts)
+
+    def word_sums(self, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
+        return word_sums(self.retriever, self.view, texts, counts)
+
+    def best(self, evidence: Evidence) -> tuple[tuple[str, ...], Float64]:
+        found = best_rows(evidence, word_addends(evidence, self.retriever, self.view), self.view)
+        rows = np.unique(np.concatenate([rows for _, rows in found]))
+        return tuple(map(self.view.id_of, rows.tolist())), unit_rows(self.view, rows)
+
+    def vectors(self, ids: tuple[str, ...]) -> Float64:
+        return unit_rows(self.view, rows_of(self.view, ids))
 
 
 def ask(query: Any, retriever: Retriever, session: Session, state: SessionState, view: StoreView) -> Asked:
@@ -62,15 +113,32 @@ def ask(query: Any, retriever: Retriever, session: Session, state: SessionState,
     parts = session.calibrated
     if parts is None:
         return Asked(session.columns(query, state=state), slice(0, 0), None)
+    facts = _Here(retriever, view)
+    evidence, addends = _kept(retriever, session, parts, view, facts)
+    return asked(query, session, state, facts, view.dim, evidence, addends)
+
+
+def asked(
+    query: Any,
+    session: Session,
+    state: SessionState,
+    facts: Facts,
+    dim: int,
+    evidence: Evidence,
+    addends: Addends | None = None,
+) -> Asked:
+    """``ask`` of mode "calibrated" for facts that may be elsewhere; their addends, if any, are then added there."""
+    parts = session.calibrated
+    assert parts is not None
     vector = as_vector(query, session.dim, "query")
-    if session.dim != view.dim:
-        raise ValueError(f"query: expected dimension {view.dim} (that of the store), got {session.dim}")
-    calibration = retriever.moments.of(view)
-    evidence = _kept(retriever, session, parts, view, calibration)
+    if session.dim != dim:
+        raise ValueError(f"query: expected dimension {dim} (that of the store), got {session.dim}")
+    calibration = facts.calibration()
     held = state.feedback
     feedback = evidence.feedback if held is None else held
     if feedback is not None and feedback.direction is None:
-        feedback = Feedback(feedback.fact_ids, _direction(view, calibration, _rows_of(view, feedback.fact_ids)))
+        again = _direction(facts.vectors(feedback.fact_ids), calibration)
+        feedback = Feedback(feedback.fact_ids, again)
 
     vectors, scale = evidence.scale[:, None] * evidence.units, evidence.scale
     shift = evidence.shift + evidence.word_shift
@@ -103,55 +171,81 @@ def ask(query: Any, retriever: Retriever, session: Session, state: SessionState,
         gate=gate,
         clamp_novelty=True,
         gate_only=gate_only,
-        addend=Addend.of([None, None, *evidence.addends, *[None] * len(gates)]),
+        addend=None if addends is None else column_addends(addends, len(gates)),
         factors_above_zero=True,
     )
     return Asked(columns, slice(RESIDUAL, RESIDUAL + count), feedback)
 
 
+def column_addends(addends: Addends, gates: int = 0) -> Addend:
+    """As columns take them: query, coverage, the sub-queries, and so many gates."""
+    return Addend.of([None, None, *addends, *[None] * gates])
+
+
 def _kept(
-    retriever: Retriever, session: Session, parts: Calibrated, view: StoreView, calibration: Calibration
-) -> _Evidence:
-    """The evidence, from the retriever where it has it."""
+    retriever: Retriever, session: Session, parts: Calibrated, view: StoreView, facts: Facts
+) -> tuple[Evidence, Addends]:
+    """The evidence and what it adds to single rows, from the retriever where it has it."""
     key = (session.task_key, parts.lexical_weight, parts.feedback_weight, parts.source_weight, view.version)
-    found: _Evidence | None = retriever.evidence.get(key)
+    found: tuple[Evidence, Addends] | None = retriever.evidence.get(key)
     if found is None:
-        found = _gathered(retriever, session, parts, view, calibration)
-        kept = retriever.evidence
-        kept[key] = found
-        for old in list(kept)[:-_TASKS_KEPT]:
-            kept.pop(old, None)
+        evidence = gathered(session, parts, facts)
+        found = evidence, addends_of(evidence, parts, retriever, view)
+        keep(retriever, key, found)
     return found
 
 
-def _gathered(
-    retriever: Retriever, session: Session, parts: Calibrated, view: StoreView, calibration: Calibration
-) -> _Evidence:
+def keep(retriever: Retriever, key: Any, found: Any) -> None:
+    """Keep what a task found with the retriever, for the last few tasks."""
+    kept = retriever.evidence
+    kept[key] = found
+    for old in list(kept)[:-_TASKS_KEPT]:
+        kept.pop(old, None)
+
+
+def gathered(session: Session, parts: Calibrated, facts: Facts) -> Evidence:
+    """The evidence of a session's task."""
     subs = np.stack([item.embedding for item in session.sub_queries])
     units = subs / np.linalg.norm(subs, axis=1, keepdims=True)
+    calibration = facts.calibration()
     scale, shift = calibration.scale_shift(units)
-    word_shift = np.zeros(len(units))
-    addends: list[tuple[Int64, Float64] | None] = [None] * len(units)
-    if parts.lexical_weight and len(view):
-        for j, (rows, values) in enumerate(retriever.lexical.bm25(view, [s.text for s in session.sub_queries])):
-            word_scale, moved = z_of_sparse(values, len(view))
-            word_shift[j] = parts.lexical_weight * moved
-            if word_scale:
-                addends[j] = (rows, parts.lexical_weight * word_scale * values)
-    evidence = _Evidence(units, scale, shift, word_shift, tuple(addends), None)
-    if not len(view):
+    texts = tuple(item.text for item in session.sub_queries)
+    word_scale, word_shift = np.zeros(len(units)), np.zeros(len(units))
+    counts = None
+    if parts.lexical_weight and calibration.count:
+        counts = facts.word_counts(texts)
+        z = [sums.z(calibration.count) for sums in facts.word_sums(texts, counts)]
+        word_scale, word_shift = parts.lexical_weight * np.array(z).T
+    evidence = Evidence(units, scale, shift, texts, counts, word_scale, word_shift)
+    if not calibration.count or parts.source_weight or not parts.feedback_weight:
         return evidence
-    if parts.source_weight:
-        return _with_sources(evidence, parts.source_weight, view)
-    if not parts.feedback_weight:
-        return evidence
-    best = np.unique(np.concatenate(_best_rows(evidence, view)))
-    ids = tuple(view.id_of(row) for row in best.tolist())
-    feedback = Feedback(ids, _direction(view, calibration, best))
-    return _Evidence(units, scale, shift, word_shift, tuple(addends), feedback)
+    ids, vectors = facts.best(evidence)
+    return replace(evidence, feedback=Feedback(ids, _direction(vectors, calibration)))
 
 
-def _values(evidence: _Evidence, view: StoreView, rows: Int64) -> Float64:
+def addends_of(evidence: Evidence, parts: Calibrated, retriever: Retriever, view: StoreView) -> Addends:
+    """What words and documents add to rows of this view."""
+    addends = word_addends(evidence, retriever, view)
+    return _with_sources(evidence, addends, parts.source_weight, view) if parts.source_weight else addends
+
+
+def word_sums(retriever: Retriever, view: StoreView, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
+    """The sums of each text's BM25 over the rows of this view."""
+    return [SparseSums.of(values) for _, values in retriever.lexical.bm25(view, texts, counts=counts)]
+
+
+def word_addends(evidence: Evidence, retriever: Retriever, view: StoreView) -> Addends:
+    """What words add to rows of this view."""
+    if evidence.counts is None:
+        return (None,) * len(evidence.units)
+    found = retriever.lexical.bm25(view, evidence.texts, counts=evidence.counts)
+    return tuple(
+        (rows, scale * values) if scale else None
+        for scale, (rows, values) in zip(evidence.word_scale.tolist(), found, strict=True)
+    )
+
+
+def _values(evidence: Evidence, addends: Addends, view: StoreView, rows: Int64) -> Float64:
     """[M, S] of z and words."""
     count = RESIDUAL + len(evidence.units)
     columns = Columns(
@@ -162,35 +256,40 @@ def _values(evidence: _Evidence, view: StoreView, rows: Int64) -> Float64:
         shift=np.concatenate([[0.0, 0.0], evidence.shift + evidence.word_shift]),
         weight=np.ones(count),
         gate=np.full(count, np.inf),
-        addend=Addend.of([None, None, *evidence.addends]),
+        addend=column_addends(addends),
     )
     return _C.column_values(view.blocks, view.squared_norms, columns.compiled, rows)[:, 1:]
 
 
-def _best_rows(evidence: _Evidence, view: StoreView) -> list[Int64]:
-    """For each sub-query the rows of its 5 best facts, ties by sequence."""
+def best_rows(evidence: Evidence, addends: Addends, view: StoreView) -> list[tuple[Float64, Int64]]:
+    """For each sub-query the values and rows of its 5 best facts, ties by sequence."""
     alive = np.flatnonzero(view.alive)
-    best = [alive[:0]] * len(evidence.units)
-    values = [np.zeros(0)] * len(evidence.units)
+    best = [(np.zeros(0), alive[:0])] * len(evidence.units)
     for start in range(0, len(alive), _CHUNK):
         rows = alive[start : start + _CHUNK]
-        for j, found in enumerate(_values(evidence, view, rows).T):
-            both, those = np.concatenate([values[j], found]), np.concatenate([best[j], rows])
-            order = best_first(both, those, FEEDBACK_FACTS)
-            values[j], best[j] = both[order], those[order]
+        for j, found in enumerate(_values(evidence, addends, view, rows).T):
+            values, those = np.concatenate([best[j][0], found]), np.concatenate([best[j][1], rows])
+            order = best_first(values, those, FEEDBACK_FACTS)
+            best[j] = values[order], those[order]
     return best
 
 
-def _direction(view: StoreView, calibration: Calibration, rows: Int64) -> Float64:
-    """The mean of these facts' unit vectors less the store's; zeros for no facts."""
-    if not len(rows):
-        return np.zeros(view.dim)
-    units = view.take(rows).astype(np.float64) / np.sqrt(view.squared_norms[rows, None])
-    direction: Float64 = units.mean(0) - calibration.mean
+def _direction(vectors: Float64, calibration: Calibration) -> Float64:
+    """The mean of facts' unit vectors less the store's; zeros for no facts."""
+    if not len(vectors):
+        return np.zeros(len(calibration.mean))
+    direction: Float64 = vectors.mean(0) - calibration.mean
     return direction
 
 
-def _rows_of(view: StoreView, ids: tuple[str, ...]) -> Int64:
+def unit_rows(view: StoreView, rows: Int64) -> Float64:
+    """Unit vectors of these rows, [M, D]."""
+    units: Float64 = view.take(rows).astype(np.float64) / np.sqrt(view.squared_norms[rows, None])
+    return units
+
+
+def rows_of(view: StoreView, ids: tuple[str, ...]) -> Int64:
+    """Rows of those of these facts that are there, ascending."""
     rows = []
     for id in ids:
         try:
@@ -200,20 +299,20 @@ def _rows_of(view: StoreView, ids: tuple[str, ...]) -> Int64:
     return np.array(sorted(rows), np.int64)
 
 
-def _with_sources(evidence: _Evidence, weight: float, view: StoreView) -> _Evidence:
-    """The evidence with what a fact's document adds to every column."""
+def _with_sources(evidence: Evidence, words: Addends, weight: float, view: StoreView) -> Addends:
+    """The addends with what a fact's document adds to every column."""
     alive = np.flatnonzero(view.alive)
     places = view.places(alive.tolist())
     known = np.array([place is not None for place in places], np.bool_)
     rows = alive[known]
     if not len(rows):
-        return evidence
+        return words
     names = [place[0] for place in places if place is not None]
     positions = np.array([place[1] for place in places if place is not None])
     _, source = np.unique(np.array(names, object), return_inverse=True)
     order = np.lexsort((rows, positions, source))
     rows, source = rows[order], source[order]
-    x = np.concatenate([_values(evidence, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)])
+    x = np.concatenate([_values(evidence, words, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)])
     near, total = np.zeros_like(x), np.zeros(len(rows))
     for distance in range(1, SOURCE_REACH + 1):
         first = np.flatnonzero(source[:-distance] == source[distance:])  # empty where there are fewer facts
@@ -226,16 +325,14 @@ def _with_sources(evidence: _Evidence, weight: float, view: StoreView) -> _Evide
     prior = (np.bincount(source, x.max(1)) + np.bincount(source, x.mean(1))) / facts
     more = weight * (near / np.maximum(1.0, total)[:, None] + prior[source][:, None])
     addends = []
-    for j, pair in enumerate(evidence.addends):
+    for j, pair in enumerate(words):
         dense = np.zeros(view.rows)
         dense[rows] = more[:, j]
         if pair is not None:
             dense[pair[0]] += pair[1]
         at = np.flatnonzero(dense)
         addends.append((at, dense[at]))
-    return _Evidence(
-        evidence.units, evidence.scale, evidence.shift, evidence.word_shift, tuple(addends), evidence.feedback
-    )
+    return tuple(addends)
 
 
 def _centred(session: Session, state: SessionState) -> Float64 | None:

@@ -9,12 +9,13 @@ one costs O(n log n). Removed facts are masked; the numbers are those of an inde
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
 from cdr_kernel.store import StoreView
 
+_UNIT = 1074  # the least float64 is 2^-1074
+_DIGITS = 53
 _camel = re.compile(r"([a-z])([A-Z])")
 _suffix = re.compile(r"(ies|es|s|ing|ed)\b")
 _word = re.compile(r"[A-Za-z][A-Za-z0-9]+")
@@ -74,6 +77,20 @@ class Postings:
         return self.rows[here], self.counts[here]
 
 
+class WordCounts(NamedTuple):
+    """How many facts there are, how many words in them, and in how many of them each word is (missing: in none)."""
+
+    facts: int
+    length: int
+    frequency: dict[str, int]
+
+    def plus(self, other: WordCounts) -> WordCounts:
+        """Of both sets of facts."""
+        frequency = Counter(self.frequency)
+        frequency.update(other.frequency)
+        return WordCounts(self.facts + other.facts, self.length + other.length, dict(frequency))
+
+
 @dataclass(frozen=True, eq=False)
 class _Indexed:
     """What an index holds of one layout of a store: rows 0 to len(lengths). terms only ever grows."""
@@ -107,38 +124,59 @@ class LexicalIndex:
             self._indexed = held
             return held
 
+    def counts(self, view: StoreView, queries: Sequence[str]) -> WordCounts:
+        """What BM25 of these queries needs to know of all facts of the view that are not removed."""
+        held = self._upto(view)
+        known = {word: _found(held, word, view)[0] for query in queries for word in words(query)}
+        frequency = {word: len(rows) for word, rows in known.items() if len(rows)}
+        return WordCounts(len(view), int(held.lengths[: view.rows][view.alive].sum()), frequency)
+
     def bm25(
-        self, view: StoreView, queries: Sequence[str], *, k1: float = BM25_K1, b: float = BM25_B
+        self,
+        view: StoreView,
+        queries: Sequence[str],
+        *,
+        counts: WordCounts | None = None,
+        k1: float = BM25_K1,
+        b: float = BM25_B,
     ) -> list[tuple[Int64, Float64]]:
         """For each query the facts that share a word with it: (rows ascending, scores > 0).
 
         Equivalent to, for a fact of length |f| words and the view's facts that are not removed (N of them):
         ``sum(idf(w) * tf(w, f) * (k1 + 1) / (tf(w, f) + k1 * (1 - b + b * |f| / mean length)))`` over the query's
-        distinct words w, with ``idf(w) = ln(1 + (N - df(w) + 0.5) / (df(w) + 0.5))``.
+        distinct words w, with ``idf(w) = ln(1 + (N - df(w) + 0.5) / (df(w) + 0.5))``. counts: where the view is a part
+        of more facts, the counts of them all.
         """
         held = self._upto(view)
-        alive = view.alive
-        facts = len(view)
-        total = int(held.lengths[: view.rows][alive].sum())
+        if counts is None:
+            counts = self.counts(view, queries)
+        facts = counts.facts
         results = []
         for query in queries:
             score = np.zeros(view.rows)
             for word in dict.fromkeys(words(query)):
-                term = held.terms.get(word)
-                if term is None or not held.segments:
+                rows, times = _found(held, word, view)
+                if not len(rows):
                     continue
-                found = [segment.find(term) for segment in held.segments]
-                rows = np.concatenate([rows for rows, _ in found])
-                counts = np.concatenate([counts for _, counts in found]).astype(np.float64)
-                keep = rows < view.rows
-                keep[keep] = alive[rows[keep]]
-                rows, counts = rows[keep], counts[keep]
-                idf = np.log1p((facts - len(rows) + 0.5) / (len(rows) + 0.5))
-                relative = held.lengths[rows] * (facts / max(total, 1))
-                score[rows] += idf * counts * (k1 + 1.0) / (counts + k1 * (1.0 - b + b * relative))
+                frequency = counts.frequency[word]
+                idf = np.log1p((facts - frequency + 0.5) / (frequency + 0.5))
+                relative = held.lengths[rows] * (facts / max(counts.length, 1))
+                score[rows] += idf * times * (k1 + 1.0) / (times + k1 * (1.0 - b + b * relative))
             rows = np.flatnonzero(score)
             results.append((rows, score[rows]))
         return results
+
+
+def _found(held: _Indexed, word: str, view: StoreView) -> tuple[Int64, Float64]:
+    """The view's facts with a word, removed ones left out, and how often it is in each."""
+    term = held.terms.get(word)
+    if term is None or not held.segments:
+        return np.zeros(0, np.int64), np.zeros(0)
+    found = [segment.find(term) for segment in held.segments]
+    rows = np.concatenate([rows for rows, _ in found])
+    keep = rows < view.rows
+    keep[keep] = view.alive[rows[keep]]
+    return rows[keep], np.concatenate([times for _, times in found])[keep].astype(np.float64)
 
 
 def _postings(known: dict[str, int], texts: Sequence[str], start: int) -> tuple[Postings, Int64]:
@@ -155,19 +193,58 @@ def _postings(known: dict[str, int], texts: Sequence[str], start: int) -> tuple[
     return Postings.of(np.array(terms, np.int64), rows, np.array(counts, np.int64)), lengths
 
 
-def z_of_sparse(values: Float64, count: int) -> tuple[float, float]:
-    """(scale, shift) of the z-score over `count` numbers of which all but `values` are 0; (0, 0) for no spread.
+class SparseSums(NamedTuple):
+    """The exact sum and sum of squares of some numbers, in units of 2^-1074: those of two sets of numbers add up."""
 
-    The deviation is that of the population.
-    """
-    if not len(values):
-        return 0.0, 0.0
-    mean = float(values.sum()) / count
-    variance = (float(((values - mean) ** 2).sum()) + (count - len(values)) * mean * mean) / count
-    deviation = float(np.sqrt(variance))
-    if deviation <= NO_DEVIATION:
-        return 0.0, 0.0
-    return 1.0 / deviation, -mean / deviation
+    total: int
+    squares: int
+
+    @classmethod
+    def of(cls, values: Float64) -> SparseSums:
+        """values: float64 [n], magnitudes 0 or in 2^±200."""
+        halves = values * (2.0**27 + 1.0)  # the upper and lower halves of the digits, whose products are exact
+        upper = halves - (halves - values)
+        lower = values - upper
+        square = values * values
+        lost = ((upper * upper - square) + 2.0 * upper * lower) + lower * lower
+        return cls(_exact_sum(values), _exact_sum(square) + _exact_sum(lost))
+
+    def plus(self, other: SparseSums) -> SparseSums:
+        """Of both sets."""
+        return SparseSums(self.total + other.total, self.squares + other.squares)
+
+    def z(self, count: int) -> tuple[float, float]:
+        """(scale, shift) of the z-score over `count` numbers of which the others are 0; (0, 0) for no spread.
+
+        The deviation is that of the population.
+        """
+        if not self.total and not self.squares:
+            return 0.0, 0.0
+        unit = 1 << _UNIT
+        mean = self.total / (count * unit)
+        variance = (count * self.squares * unit - self.total**2) / (count * unit) ** 2
+        deviation = math.sqrt(variance)
+        if deviation <= NO_DEVIATION:
+            return 0.0, 0.0
+        return 1.0 / deviation, -mean / deviation
+
+
+def _exact_sum(values: Float64) -> int:
+    """The sum in units of 2^-1074, not rounded."""
+    mantissas, exponents = np.frexp(values)
+    digits = np.ldexp(mantissas, _DIGITS).astype(np.int64)
+    total = 0
+    for exponent in np.unique(exponents).tolist():
+        some = digits[exponents == exponent]
+        exact = (int((some >> 26).sum()) << 26) + int((some & (2**26 - 1)).sum())
+        shift = exponent - _DIGITS + _UNIT
+        total += exact << shift if shift >= 0 else exact >> -shift  # zeros alone are shifted out
+    return total
+
+
+def z_of_sparse(values: Float64, count: int) -> tuple[float, float]:
+    """(scale, shift) of the z-score over `count` numbers of which all but `values` are 0; see `SparseSums.z`."""
+    return SparseSums.of(values).z(count)
 
 
 class TfIdf:

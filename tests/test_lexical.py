@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cdr_kernel import FactStore
 from cdr_kernel.constants import STOP_WORDS
-from cdr_kernel.lexical import LexicalIndex, Postings, TfIdf, words, z_of_sparse
+from cdr_kernel.lexical import LexicalIndex, Postings, SparseSums, TfIdf, WordCounts, words, z_of_sparse
 
 TEXTS = [
     "Every Pod gets its own IP address",
@@ -132,6 +135,39 @@ def test_z_of_sparse_is_the_z_score_with_the_zeros():
     np.testing.assert_allclose(full * scale + shift, (full - full.mean()) / full.std(), rtol=1e-13)
     assert z_of_sparse(values[:0], 10) == (0.0, 0.0)
     assert z_of_sparse(np.full(4, 2.0), 4) == (0.0, 0.0)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.floats(1e-9, 1e6)), st.integers(0, 9), st.randoms(use_true_random=False))
+def test_sums_are_exact_whatever_the_order_and_the_parts(values, zeros, random):
+    count = len(values) + zeros
+    exact = [Fraction(v) for v in values]
+    sums = SparseSums.of(np.array(values))
+    assert Fraction(sums.total, 2**1074) == sum(exact)
+    assert Fraction(sums.squares, 2**1074) == sum(v * v for v in exact)
+    random.shuffle(values)
+    cut = random.randint(0, len(values))
+    first, second = (SparseSums.of(np.array(some)) for some in (values[:cut], values[cut:]))
+    assert first.plus(second) == sums
+    if values:
+        assert first.plus(second).z(count) == z_of_sparse(np.array(values), count)
+
+
+def test_parts_know_the_words_of_the_whole():
+    whole = store_of(TEXTS)
+    parts = [store_of(TEXTS[:2]), store_of([]), store_of(TEXTS[2:])]
+    queries = ["traffic to a Service", "pods", "nowhere"]
+    index, indexes = LexicalIndex(), [LexicalIndex() for _ in parts]
+    counts = WordCounts(0, 0, {})
+    for other, store in zip(indexes, parts, strict=True):
+        counts = counts.plus(other.counts(store.view(), queries))
+    assert counts == index.counts(whole.view(), queries)
+    for j, found in enumerate(index.bm25(whole.view(), queries)):
+        pieces = [
+            dense(other.bm25(store.view(), queries, counts=counts)[j], len(store))
+            for other, store in zip(indexes, parts, strict=True)
+        ]
+        assert np.concatenate(pieces).tobytes() == dense(found, len(TEXTS)).tobytes()
 
 
 def test_tfidf_is_that_of_scikit_learn():
