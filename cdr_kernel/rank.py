@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ class Ranking:
     need-weighted maximum over all sub-queries, coverage is centred or 0, and facts out for having been packed do not
     count as qualified. new_share: of those that passed the gate, the share never packed (None: none passed, or mode
     "spec"). by_sub_query: float64 [M, S], what packing by need goes by; need: [S]; feedback: see `Session.update`.
+
+    complete: whether all facts were looked at; only shards that could not be reached in time make it False
+    (see `sharded`), and missing_shards names them.
     """
 
     facts: tuple[Fact, ...]
@@ -60,6 +63,8 @@ class Ranking:
     by_sub_query: Float64 | None = None
     need: tuple[float, ...] = ()
     feedback: Feedback | None = None
+    complete: bool = True
+    missing_shards: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -89,9 +94,22 @@ class Ranking:
         return replace(self, facts=tuple(self.facts[i] for i in chosen.tolist()), **arrays)
 
 
+class Ranks(Protocol):
+    """What ranks facts that are elsewhere, in the place of a retriever: see `sharded.ShardedRetriever`."""
+
+    @property
+    def store(self) -> Any:
+        """Its facts: their number, and their embedding_model."""
+
+    def rank_many(
+        self, queries: Sequence[Any], sessions: Sequence[Session], *, k: int | None, multiplier: Multiplier | None
+    ) -> list[Ranking]:
+        """See `rank_many`."""
+
+
 def cdr_rank(
     query: Any,
-    retriever: Retriever,
+    retriever: Retriever | Ranks,
     session: Session,
     *,
     k: int | None = None,
@@ -113,7 +131,7 @@ def cdr_rank(
 
 def rank_many(
     queries: Sequence[Any],
-    retriever: Retriever,
+    retriever: Retriever | Ranks,
     sessions: Sequence[Session],
     *,
     k: int | None = None,
@@ -125,7 +143,7 @@ def rank_many(
     a new query. k and multiplier hold for all. Raises what ``cdr_rank`` raises, and ValueError for another number of
     queries than sessions; then nothing was ranked.
     """
-    if not isinstance(retriever, Retriever):
+    if not isinstance(retriever, Retriever) and not hasattr(retriever, "rank_many"):
         raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
     for session in sessions:
         if not isinstance(session, Session):
@@ -133,6 +151,8 @@ def rank_many(
     check_k(k)
     if len(queries) != len(sessions):
         raise ValueError(f"queries: expected {len(sessions)} (one per session), got {len(queries)}")
+    if not isinstance(retriever, Retriever):
+        return retriever.rank_many(queries, sessions, k=k, multiplier=multiplier)
     view = retriever.store.view()
     states = []
     for session in sessions:
@@ -148,12 +168,13 @@ def rank_many(
     by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
     found = retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
     return [
-        _Window(*each, retriever, view).ranking(k, factors) for each in zip(sessions, states, asked, found, strict=True)
+        Question(*each, retriever, view).ranking(k, factors)
+        for each in zip(sessions, states, asked, found, strict=True)
     ]
 
 
 @dataclass(frozen=True)
-class _Window:
+class Question:
     """One session's question of one version of the store, and the rows that passed its gate."""
 
     session: Session
@@ -165,19 +186,23 @@ class _Window:
 
     def ranking(self, k: int | None, factors: Float64 | None) -> Ranking:
         """The k best (all for None)."""
+        ranking, passed, _ = self.counted(k, factors)
+        if k is not None and passed < k:
+            self.session.warn_of_gate(passed, len(self.view), k)
+        return ranking
+
+    def counted(self, k: int | None, factors: Float64 | None) -> tuple[Ranking, int, int]:
+        """The k best (all for None), how many facts passed the gate, and how many of them were never packed."""
         view, parts = self.view, self.session.calibrated
         kept, guard = self.kept, self.state.guard
         if guard is not None:
             kept = self.retriever.cache.with_overlap(self.session, kept, guard, view)
         positions = np.flatnonzero(view.alive[kept.rows])
-        if k is not None and len(positions) < k:
-            self.session.warn_of_gate(len(positions), len(view), k)
-        fresh, new_share = np.ones(len(positions), np.bool_), None
+        fresh, passed = np.ones(len(positions), np.bool_), len(positions)
         if (self.session.exclude_packed or parts is not None) and self.state.packed:
             rows = kept.rows[positions]
             fresh = np.array([view.id_of(row) not in self.state.packed for row in rows.tolist()], np.bool_)
-        if parts is not None and len(fresh):
-            new_share = float(np.count_nonzero(fresh)) / len(fresh)
+        new = int(np.count_nonzero(fresh))
         if self.session.exclude_packed or (parts is not None and parts.packed_penalty == 1.0):
             positions, fresh = positions[fresh], fresh[fresh]
         rows = kept.rows[positions]
@@ -218,7 +243,9 @@ class _Window:
             coverage_depth=len(self.state.coverage),
             store_version=view.version,
         )
-        return ranking if parts is None else self._by_sub_query(ranking, scores.rows[best], new_share)
+        if parts is not None:
+            ranking = self._by_sub_query(ranking, scores.rows[best], new / passed if passed else None)
+        return ranking, passed, new
 
     def _by_sub_query(self, ranking: Ranking, rows: Int64, new_share: float | None) -> Ranking:
         """The ranking of these rows with what the calibrated mode's packing and exits go by."""

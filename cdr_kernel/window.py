@@ -8,7 +8,7 @@ from typing import Any
 
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
-from cdr_kernel.rank import Ranking, cdr_rank
+from cdr_kernel.rank import Ranking, Ranks, cdr_rank
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.task import Exit, WindowReport
@@ -45,7 +45,7 @@ class Window:
 def run_windows(
     generate: Callable[[WindowPrompt], str],
     query: Any,
-    retriever: Retriever,
+    retriever: Retriever | Ranks,
     session: Session,
     *,
     token_budget: int,
