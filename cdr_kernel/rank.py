@@ -163,7 +163,7 @@ def rank_many(
         ask(query, retriever, session, state, view)
         for query, session, state in zip(queries, sessions, states, strict=True)
     ]
-    factors = _multiplier(multiplier, view)
+    factors = multipliers(multiplier, view)
     columns = [each.columns for each in asked]
     by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
     found = retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
@@ -300,7 +300,7 @@ def _after_guard(overlap: npt.NDArray[np.int32]) -> Float64 | float:
     return 1.0 - np.minimum(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP) if overlap.any() else 1.0
 
 
-def _multiplier(values: Multiplier | None, view: StoreView) -> Float64 | None:
+def multipliers(values: Multiplier | None, view: StoreView) -> Float64 | None:
     """values as float64 [R], one entry per row of the view."""
     if values is None:
         return None

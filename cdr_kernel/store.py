@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, check_rows, factor, scale_rows, take_rows
 from cdr_kernel.folder import LOCK, Kind, read_array, synced
-from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens
+from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens, tokenize
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
 
@@ -385,6 +385,16 @@ class FactStore:
         )
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the texts, None for the default."""
+        return None if self._hasher.tokenizer is tokenize else self._hasher.tokenizer
+
+    @property
+    def hash_key(self) -> HashKey | None:
+        """The key that the store was made with."""
+        return self._hasher.hash_key
+
+    @property
     def tokenizer_name(self) -> str:
         """Name of the tokenizer of the texts, "nfkc-casefold-1" for the default."""
         return self._hasher.tokenizer_name
@@ -418,6 +428,21 @@ class FactStore:
     def __repr__(self) -> str:
         return f"FactStore({len(self)} facts, dim={self.dim}, dtype={self.dtype.name}, model={self.embedding_model!r})"
 
+    def empty(self) -> FactStore:
+        """A store without facts, of the same dimension, model, dtype, tokenizer and hash key."""
+        return FactStore(
+            self.dim,
+            embedding_model=self.embedding_model,
+            dtype=self.dtype.name,
+            tokenizer=self.tokenizer,
+            hash_key=self.hash_key,
+        )
+
+    @property
+    def next_sequence(self) -> int:
+        """The number that the next fact gets."""
+        return self._next_sequence
+
     @property
     def ids(self) -> list[str]:
         """Ids in order of their sequence."""
@@ -447,17 +472,20 @@ class FactStore:
         importance: Any = None,
         source: Sequence[str | None] | None = None,
         position: Sequence[int | None] | None = None,
+        sequence: Sequence[int] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
         """Add facts that are not in the store yet.
 
         ids, texts: [M] strings, ids not empty; embeddings: [M, D] of any float dtype; importance: [M], finite and >= 0,
         default 1; source: [M] names of documents or None; position: [M] places in the source, 0 to 2^63 - 1 or None.
+        sequence: [M] numbers that ascend, above all that the store gave, in place of the next ones: for facts that were
+        numbered elsewhere.
         on_invalid="skip" leaves out facts whose vector is not finite or all zeros and says which; "raise" is a
         ValueError naming them. Raises ValueError for an id that is there already or comes twice, for wrong lengths,
         dimensions and values, TypeError for wrong types. After an error the store is as it was.
         """
-        return self._put(ids, texts, embeddings, importance, source, position, on_invalid, replace=False)
+        return self._put(ids, texts, embeddings, importance, source, position, sequence, on_invalid, replace=False)
 
     def upsert(
         self,
@@ -468,10 +496,11 @@ class FactStore:
         importance: Any = None,
         source: Sequence[str | None] | None = None,
         position: Sequence[int | None] | None = None,
+        sequence: Sequence[int] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
         """Like add, but a fact that is there is replaced whole and takes a new sequence number (reading R26)."""
-        return self._put(ids, texts, embeddings, importance, source, position, on_invalid, replace=True)
+        return self._put(ids, texts, embeddings, importance, source, position, sequence, on_invalid, replace=True)
 
     def _put(
         self,
@@ -481,6 +510,7 @@ class FactStore:
         importance: Any,
         source: Sequence[str | None] | None,
         position: Sequence[int | None] | None,
+        sequence: Sequence[int] | None,
         on_invalid: str,
         *,
         replace: bool,
@@ -496,6 +526,7 @@ class FactStore:
         sources = [None] * m if source is None else _strings(source, "source", optional=True)
         _same_length(sources, m, "source")
         positions = _positions(position, m)
+        numbers = None if sequence is None else _numbers(sequence, m)
         weights = factor(importance, m, "importance")
         if weights is None:
             weights = np.ones(m)
@@ -517,6 +548,7 @@ class FactStore:
             names, words = [names[i] for i in keep], [words[i] for i in keep]
             sources, positions, weights = [sources[i] for i in keep], positions[keep], weights[keep]
             rows, norms = rows[keep], norms[keep]
+            numbers = None if numbers is None else numbers[keep]
         tokens = self._hasher.hashed(words)
         with self._lock:
             known = self._rows()
@@ -527,13 +559,18 @@ class FactStore:
                 )
             if not names:
                 return Added(0, skipped)
+            first = self._next_sequence
+            if numbers is None:
+                numbers = np.arange(first, first + len(names))
+            elif numbers[0] < first:
+                raise ValueError(f"sequence: expected at least {first}, got {numbers[0]}")
             view, storage = self._view, self._view._storage
             n = view.rows
             storage.tail.write(n - storage.mapped_rows, rows)
             storage.squared_norms.write(n, norms)
             storage.importance.write(n, weights)
             storage.positions.write(n, positions)
-            storage.sequence.write(n, np.arange(self._next_sequence, self._next_sequence + len(names)))
+            storage.sequence.write(n, numbers)
             storage.ids.write(n, names)
             storage.texts.write(n, words)
             storage.tokens.write(n, tokens)
@@ -541,7 +578,7 @@ class FactStore:
             alive = np.concatenate([view.alive, np.ones(len(names), np.bool_)])
             alive[old] = False
             self._row_of = None
-            self._next_sequence += len(names)
+            self._next_sequence = int(numbers[-1]) + 1
             self._view = self._view_of(storage, alive, view.version + 1, view.layout)
             known.update(zip(names, range(n, n + len(names)), strict=True))
             self._row_of = known
@@ -841,6 +878,15 @@ def _strings(values: Any, name: str, optional: bool = False) -> list[Any]:
 def _same_length(values: Sequence[Any], m: int, name: str) -> None:
     if len(values) != m:
         raise ValueError(f"{name}: expected {m} entries (one per id), got {len(values)}")
+
+
+def _numbers(values: Sequence[int], m: int) -> Int64:
+    out = np.asarray(values)
+    if out.shape != (m,) or (m and out.dtype.kind not in "iu"):
+        raise ValueError(f"sequence: expected {m} integers (one per id), got {out.dtype} {list(out.shape)}")
+    if m and (out[0] < 0 or out[-1] >= _MAX_POSITION or (out[1:] <= out[:-1]).any()):
+        raise ValueError("sequence: expected ascending integers from 0 to 2^63 - 2")
+    return out.astype(np.int64)
 
 
 def _positions(values: Sequence[int | None] | None, m: int) -> Int64:

@@ -751,3 +751,34 @@ class TestTokens:
             store.save(tmp_path / "copy")
         store.add(["new"], ["text"], np.ones((1, 4)))
         assert guard.overlap_rows(store.view().tokens, np.array([10])).tolist() == [1]
+
+
+def test_sequence_numbers_given_elsewhere(tmp_path):
+    store = FactStore(2, embedding_model="toy")
+    store.add(["a", "b", "c"], ["x"] * 3, [[1, 0], [0, 0], [0, 1]], sequence=[3, 4, 9], on_invalid="skip")
+    assert store.view().sequence.tolist() == [3, 9]
+    assert store.next_sequence == 10
+    store.upsert(["a"], ["y"], [[1, 1]], sequence=[20])
+    store.add(["d"], ["x"], [[1, 1]])
+    assert [f.sequence for f in store.get(["a", "d"])] == [20, 21]
+    for bad, message in (
+        ([21], "at least 22"),
+        ([5, 5], "expected 1 integers"),
+        ([-1], "ascending"),
+        ([0.5], "float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store.add(["e"], ["x"], [[1, 1]], sequence=bad)
+    with pytest.raises(ValueError, match="ascending"):
+        store.add(["e", "f"], ["x"] * 2, [[1, 1]] * 2, sequence=[31, 30])
+    assert "e" not in store
+    store.save(tmp_path / "s")
+    assert FactStore.load(tmp_path / "s").view().sequence.tolist() == [9, 20, 21]
+
+
+def test_an_empty_store_of_the_same_kind():
+    store = FactStore(3, embedding_model="toy", dtype="float16", hash_key=b"secret")
+    store.add(["a"], ["x"], [[1, 2, 3]])
+    other = store.empty()
+    assert (len(other), other.dim, other.dtype, other.embedding_model) == (0, 3, np.float16, "toy")
+    assert (other.tokenizer_name, other.key_fingerprint) == (store.tokenizer_name, store.key_fingerprint)
