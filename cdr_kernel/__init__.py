@@ -15,6 +15,7 @@ from cdr_kernel import constants, reference
 from cdr_kernel.assess import assess
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import Depth
+from cdr_kernel.explain import Explanation, explain
 from cdr_kernel.gate import GateReport, gate_report, suggest_min_relevance
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.ngram import NGramGuard, repetition, tokenize
@@ -40,6 +41,7 @@ __all__ = [
     "EmbeddingModelMismatch",
     "Envelope",
     "Exit",
+    "Explanation",
     "Fact",
     "FactStore",
     "GateReport",
@@ -62,6 +64,7 @@ __all__ = [
     "constants",
     "crp_headers",
     "depth_from_words",
+    "explain",
     "gate_report",
     "guarantee_holds",
     "pack_facts",

@@ -27,6 +27,7 @@ import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
+from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import (
     FileError,
     Task,
@@ -448,6 +449,10 @@ def rank(
     first_window_pull: Annotated[
         bool, typer.Option("--first-window-pull", help="Let --residual pull without --coverage (reading R1).")
     ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Explain this fact, and what would put it among the --k best."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank a store's facts for one query, with the numbers behind every score."""
@@ -461,15 +466,18 @@ def rank(
     remaining = None if residual is None else read_vectors(residual, opened.dim)
     if residual is not None and coverage is None and not first_window_pull:
         say("warning: --residual pulls only beside --coverage (§2.7), or with --first-window-pull")
-    columns = cdr_kernel.Columns.spec(
-        vector,
-        coverage=covered,
-        depth_weights=None if covered is None else _depths(depths, len(covered)),
-        residual=remaining,
-        min_relevance=min_relevance,
-        first_window_pull=first_window_pull,
-    )
+    question: dict[str, Any] = {
+        "coverage": covered,
+        "depth_weights": None if covered is None else _depths(depths, len(covered)),
+        "residual": remaining,
+        "min_relevance": min_relevance,
+        "first_window_pull": first_window_pull,
+    }
+    columns = cdr_kernel.Columns.spec(vector, **question)
     retriever, view = cdr_kernel.Retriever(opened, kind.value), opened.view()
+    why = None
+    if explain is not None:
+        why = explain_vectors(vector, retriever, explain, max_facts=k, **question)
     rows = retriever.candidates(columns, view)
     scores = cdr_kernel.cdr_score(
         view.blocks,
@@ -508,8 +516,12 @@ def rank(
                 "facts": len(opened),
                 "qualified": len(rows),
                 "results": results,
+                **({} if why is None else {"explanation": why.as_dict()}),
             }
         )
+        return
+    if why is not None:
+        show(why)
         return
     columns_shown = numbers[:2] if width() < FULL_WIDTH else numbers
     names = [name.replace("_", " ") for name in columns_shown]

@@ -800,6 +800,21 @@ class NGramGuard:
         state = self._state
         return self._counts(state.hashes, state.grams, self.token_rows(texts), None)
 
+    def matches(self, text: str) -> list[tuple[int, NGram]]:
+        """The distinct n-grams of a text that are blacklisted, each with the position of its first token where it
+        first stands, in that order; as many as `overlap` counts. Raises TypeError if text is not a str."""
+        if not isinstance(text, str):
+            raise TypeError(f"text: expected str, got {type(text).__name__}")
+        state, tokens = self._state, self._hasher.tokens(text)
+        grams = _grams(tokens, self._n)
+        hashes = self._ngrams((self._hasher.hashed_tokens(tokens, impl=self._impl),))[1]
+        known = state.hashes.contains(hashes) if len(grams) else hashes
+        found: dict[int, tuple[int, NGram]] = {}
+        for i in np.flatnonzero(known).tolist():
+            if state.grams is None or grams[i] in state.grams:
+                found.setdefault(int(hashes[i]), (i, grams[i]))
+        return list(found.values())
+
     def token_rows(self, texts: Sequence[str]) -> TokenRows:
         """The texts as `overlap_rows` takes them. They depend on the tokenizer and the key, not on n and not on what
         is blacklisted, so each text needs this once. Raises TypeError as `overlap` does."""

@@ -89,7 +89,22 @@ class Envelope:
         return math.fsum(ratios) / len(ratios)
 
 
-class _ByNeed:
+class InOrder:
+    """Positions in the ranking's order."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def next(self) -> int:
+        """The next position that was not given yet; there is one."""
+        self._seen += 1
+        return self._seen - 1
+
+    def got(self) -> None:
+        """The last position was packed."""
+
+
+class ByNeed:
     """Positions in the order in which sub-queries ask for them, each once."""
 
     def __init__(self, ranking: Ranking) -> None:
@@ -117,6 +132,15 @@ class _ByNeed:
         self._got[self._turn] += 1.0
 
 
+def turns(ranking: Ranking, pack: str | None) -> InOrder | ByNeed:
+    """Whose turn it is while packing; pack: as in `pack_facts`, ValueError for what it does not take."""
+    if pack not in (None, "greedy", "need"):
+        raise ValueError(f'pack must be "greedy", "need" or None, got {pack!r}')
+    if pack == "need" and ranking.by_sub_query is None:
+        raise ValueError('pack="need" takes a ranking of mode "calibrated"')
+    return ByNeed(ranking) if pack != "greedy" and ranking.by_sub_query is not None else InOrder()
+
+
 def pack_facts(
     ranking: Ranking,
     token_budget: int,
@@ -137,23 +161,19 @@ def pack_facts(
     ValueError for a negative budget or limit, for a token count that is no int >= 1 and for another `pack`;
     TypeError for a budget or limit that is no int.
     """
-    if pack not in (None, "greedy", "need"):
-        raise ValueError(f'pack must be "greedy", "need" or None, got {pack!r}')
-    if pack == "need" and ranking.by_sub_query is None:
-        raise ValueError('pack="need" takes a ranking of mode "calibrated"')
+    order = turns(ranking, pack)
     token_budget = check_integer(token_budget, "token_budget", 0)
     if max_facts is not None:
         max_facts = check_integer(max_facts, "max_facts", 0)
     packed: list[int] = []
     tokens = skipped = 0
-    by_need = _ByNeed(ranking) if pack != "greedy" and ranking.by_sub_query is not None else None
     for seen in range(len(ranking.facts)):
         if len(packed) == max_facts:
             break
         if tokens == token_budget:  # nothing is shorter than one token
             skipped += len(ranking.facts) - seen
             break
-        position = seen if by_need is None else by_need.next()
+        position = order.next()
         fact = ranking.facts[position]
         count = count_tokens(fact.text)
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
@@ -161,8 +181,7 @@ def pack_facts(
         if tokens + int(count) <= token_budget:
             packed.append(position)
             tokens += int(count)
-            if by_need is not None:
-                by_need.got()
+            order.got()
         else:
             skipped += 1
     return Envelope(ranking.take(packed), tokens, token_budget, skipped)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel import _C
+from cdr_kernel import _C, frame
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask
@@ -21,10 +21,15 @@ from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
 from cdr_kernel.task import Feedback, SessionState
 
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+    from rich.console import Group
+
 Multiplier: TypeAlias = "Mapping[str, float] | npt.ArrayLike"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Ranking:
     """Facts best first, each with the numbers that put it there; every array has one entry per fact.
 
@@ -84,6 +89,29 @@ class Ranking:
     def guard_alert(self) -> bool:
         """§5.3: whether more than 20 % of the qualified facts got an n-gram penalty (reading R25)."""
         return self.guard_activations > GUARD_ALERT_SHARE * self.qualified
+
+    def to_arrow(self) -> pyarrow.Table:
+        """A `pyarrow.Table`, one row per fact, best first: rank (from 1), id, score, score_without_guard, relevance,
+        coverage, residual_pull, novelty, ngram_overlap, ngram_penalty, importance, multiplier, source, position,
+        sequence, text; by_sub_query, a list, where there is one. source and position may be null."""
+        return frame.arrow(self)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """`to_arrow` as a `pandas.DataFrame`. ImportError where pandas (extra `pandas`) is not installed."""
+        return frame.pandas_frame(self)
+
+    def __repr__(self) -> str:
+        best = f", best {self.facts[0].id!r} at {self.score[0]:.4f}" if self.facts else ""
+        return f"<Ranking of {len(self)} facts, {self.qualified} qualified{best}>"
+
+    def __str__(self) -> str:
+        return frame.plain(frame.shown(self))
+
+    def __rich__(self) -> Group:
+        return frame.rich_table(frame.shown(self))
+
+    def _repr_html_(self) -> str:
+        return frame.html(frame.shown(self))
 
     def take(self, positions: Any) -> Ranking:
         """The facts at these positions, in this order, with the same counters."""
@@ -301,7 +329,7 @@ def _after_guard(overlap: npt.NDArray[np.int32]) -> Float64 | float:
 
 
 def multipliers(values: Multiplier | None, view: StoreView) -> Float64 | None:
-    """values as float64 [R], one entry per row of the view."""
+    """A multiplier as float64 [R], one entry per row of the view."""
     if values is None:
         return None
     alive = np.flatnonzero(view.alive)

@@ -402,6 +402,19 @@ class Session:
         twin._state = state
         return twin
 
+    def supposing(self, state: SessionState, gate: float | None = None) -> Session:
+        """A copy in another state, and with another gate where one is given (of the mode it has), for what-ifs.
+
+        state: one of this session, or `dataclasses.replace` of one. Nothing is checked.
+        """
+        twin = self.snapshot()
+        twin._state = state
+        if gate is not None and self.calibrated is not None:
+            twin.calibrated = replace(self.calibrated, gate=gate)
+        elif gate is not None:
+            twin.min_relevance = gate
+        return twin
+
     def merge(self, branches: Sequence[Session]) -> None:
         """R34: take over what each branch, a snapshot of this session, did since.
 

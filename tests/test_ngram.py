@@ -977,3 +977,17 @@ def test_ten_megabytes_of_words() -> None:
     guard.update(text)
     assert len(guard) == len(reference.ngrams(text.split()))
     assert guard.overlap([text, text[1_000_000:]])[0] == len(guard)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("impl", ["cpp", "python"])
+def test_matches_are_what_overlap_counts(exact, impl):
+    guard = NGramGuard(3, exact=exact, impl=impl)
+    guard.update("a b c d, and e f g; a b c again")
+    text = "x A b c d y e f g z a b c"
+    found = guard.matches(text)
+    assert found == [(1, ("a", "b", "c")), (2, ("b", "c", "d")), (6, ("e", "f", "g"))]
+    assert len(found) == guard.overlap([text])[0]
+    assert guard.matches("too short") == guard.matches("") == []
+    with pytest.raises(TypeError, match="text"):
+        guard.matches(b"bytes")

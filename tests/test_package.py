@@ -32,7 +32,7 @@ EDGES = {
 LADDER = [
     {"constants", "_C"},
     {"reference", "arrays", "checks", "folder", "ngram"},
-    {"columns", "store", "tokenizers"},
+    {"columns", "store", "tokenizers", "frame"},
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
     {"device", "torch_ops"},
@@ -43,6 +43,7 @@ LADDER = [
     {"evidence"},
     {"rank"},
     {"pack"},
+    {"explain"},
     {"headers"},
     {"window"},
     EDGES,

@@ -78,7 +78,7 @@ def test_the_formats_name_every_field(tmp_path):
     writer = f"{sys.executable} {tmp_path / 'w.py'}"
     commands = (
         ["index", facts, "--embeddings", package / "facts_minilm_f16.npy", "--model", "m", "-o", store],
-        ["rank", store, "--query", f"{vectors}:0:query"],
+        ["rank", store, "--query", f"{vectors}:0:query", "--residual", f"{vectors}:0:subs", "--explain", "dns-02"],
         ["run", store, task, "--vectors", vectors, "--writer", writer, "-o", run, "--windows", "1"],
         ["demo", "--windows", "1"],
         ["doctor"],
