@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress, pairwise
+from itertools import compress, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -58,6 +58,7 @@ _NO_POSITION = -1
 _MAX_POSITION = 2**63 - 1
 _FLOAT64 = np.finfo(np.float64)
 _CHUNK = 65536  # rows read or written at a time
+_PIECE_BYTES = 2 << 30  # of rows in memory that lie in one array
 
 
 class EmbeddingModelMismatch(ValueError):
@@ -141,6 +142,30 @@ class _Growing:
         return view
 
 
+class _Pieces:
+    """Rows [n, D] with room behind them, in several arrays where they are many: growing never copies all of them."""
+
+    def __init__(self, dim: int, dtype: np.dtype[Any]) -> None:
+        self._room = max(1, _PIECE_BYTES // (dim * dtype.itemsize))  # rows of one piece
+        self._empty = np.empty((0, dim), dtype)
+        self._pieces = [_Growing(self._empty)]
+
+    def write(self, at: int, rows: npt.NDArray[Any]) -> None:
+        """Put rows at row `at` and on; rows before that are not touched."""
+        while len(rows):
+            piece, inside = divmod(at, self._room)
+            if piece == len(self._pieces):  # the rows before fill their pieces, so this one will soon be needed whole
+                self._pieces.append(_Growing(np.empty((self._room, *self._empty.shape[1:]), self._empty.dtype)))
+            part = rows[: self._room - inside]
+            self._pieces[piece].write(inside, part)
+            at, rows = at + len(part), rows[len(part) :]
+
+    def front(self, n: int) -> Blocks:
+        """The first n rows, at least one array."""
+        starts = range(0, max(n, 1), self._room)
+        return tuple(p.front(min(n - start, self._room)) for start, p in zip(starts, self._pieces, strict=False))
+
+
 class _Tokens:
     """Append-only token hashes: a mapped block and one of what came later."""
 
@@ -172,7 +197,7 @@ class _Storage:
     """The columns behind the views of one layout: append-only, so views of different lengths share them."""
 
     mapped: npt.NDArray[Any] | None
-    tail: _Growing
+    tail: _Pieces
     squared_norms: _Growing
     importance: _Growing
     sequence: _Growing
@@ -189,8 +214,8 @@ class _Storage:
     def blocks(self, n: int) -> Blocks:
         tail = self.tail.front(n - self.mapped_rows)
         if self.mapped is None:
-            return (tail,)
-        return (self.mapped, tail) if len(tail) else (self.mapped,)
+            return tail
+        return (self.mapped, *tail) if len(tail[0]) else (self.mapped,)
 
 
 def _marked(source: str | None) -> str:
@@ -201,7 +226,8 @@ def _marked(source: str | None) -> str:
 class StoreView:
     """One version of a store, unchanged whatever the store does next. R rows, removed ones included.
 
-    blocks: the embeddings as stored, one or two arrays [R_i, D] of one dtype, read one after the other.
+    blocks: the embeddings as stored, arrays [R_i, D] of one dtype, read one after the other: the mapped part, then what
+    was added, 2 GiB an array.
     squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
     ascending. tokens: the token hashes of the texts, for n-gram guards. version: the number of changes the store had
     seen; layout: how often its rows were renumbered.
@@ -234,7 +260,7 @@ class StoreView:
 
     @property
     def embeddings(self) -> npt.NDArray[Any]:
-        """[R, D] as stored; a copy where the store has a mapped part and added rows."""
+        """[R, D] as stored; a copy where there are several blocks."""
         return self.blocks[0] if len(self.blocks) == 1 else np.concatenate(self.blocks)
 
     @property
@@ -356,7 +382,7 @@ class FactStore:
         self._next_sequence = 0
         storage = _Storage(
             mapped=None,
-            tail=_Growing(np.empty((0, self.dim), self.dtype)),
+            tail=_Pieces(self.dim, self.dtype),
             squared_norms=_Growing(np.zeros(0)),
             importance=_Growing(np.zeros(0)),
             sequence=_Growing(np.zeros(0, np.int64)),
@@ -635,9 +661,12 @@ class FactStore:
             if not removed:
                 return 0
             old = view._storage
+            rows = _Pieces(self.dim, self.dtype)
+            for start in range(0, len(keep), _CHUNK):
+                rows.write(start, view.take(keep[start : start + _CHUNK]))
             new = _Storage(
                 mapped=None,
-                tail=_Growing(view.take(keep)),
+                tail=rows,
                 squared_norms=_Growing(view.squared_norms[keep]),
                 importance=_Growing(view.importance[keep]),
                 sequence=_Growing(view.sequence[keep]),
@@ -792,7 +821,7 @@ class FactStore:
             raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
         storage = _Storage(
             mapped=embeddings if n else None,
-            tail=_Growing(np.empty((0, dim), store.dtype)),
+            tail=_Pieces(dim, store.dtype),
             squared_norms=numbers("squared_norms", np.float64, _FLOAT64.smallest_subnormal, _FLOAT64.max),
             importance=numbers("importance", np.float64, 0.0, _FLOAT64.max),
             sequence=sequence,
@@ -834,14 +863,13 @@ def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
 
 
 def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
-    offsets = [0]
+    ends = [np.zeros(1, np.int64)]
     with synced(data / f"{name}.utf8") as file:
-        for s in strings:
-            utf8 = s.encode("utf-8", "surrogatepass")
-            file.write(utf8)
-            offsets.append(offsets[-1] + len(utf8))
+        while utf8 := [each.encode("utf-8", "surrogatepass") for each in islice(strings, _CHUNK)]:
+            file.write(b"".join(utf8))
+            ends.append(ends[-1][-1] + np.cumsum([len(each) for each in utf8], dtype=np.int64))
     with synced(data / f"{name}_offsets.npy") as file:
-        np.save(file, np.array(offsets, np.int64), allow_pickle=False)
+        np.save(file, np.concatenate(ends), allow_pickle=False)
 
 
 def check_store_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel import EmbeddingModelMismatch, Fact, FactStore, NGramGuard, reference
+from cdr_kernel import Columns, EmbeddingModelMismatch, Fact, FactStore, NGramGuard, Retriever, reference
 from cdr_kernel import folder as folder_module
 from cdr_kernel import store as store_module
 from cdr_kernel.ngram import TokenHasher, take_tokens
@@ -235,6 +235,34 @@ class TestUpsertAndRemove:
         store.compact()
         assert (view.ids, len(view), view.facts(range(5))) == (was[0], was[2], was[3])
         assert (view.embeddings == was[1]).all()
+
+    @pytest.mark.parametrize("room", [1, 7, 30])
+    def test_many_rows_lie_in_several_pieces(self, room, tmp_path, monkeypatch):
+        whole = FactStore(4, embedding_model="m1")
+        monkeypatch.setattr(store_module, "_PIECE_BYTES", room * 4 * 4)
+        store, r, n, before = FactStore(4, embedding_model="m1"), np.random.default_rng(0), 0, []
+        for m in (0, 1, 3, 20, 6, 30):
+            rows = r.standard_normal((m, 4))
+            for each in (whole, store):
+                each.add(*facts(m, n), rows)
+            n += m
+            before.append((store.view(), store.view().embeddings.copy()))
+        assert [len(b) for b in store.view().blocks] == [room] * (60 // room) + [60 % room] * (60 % room > 0)
+        for view, rows in before:
+            assert (view.embeddings == rows).all()
+            assert sum(map(len, view.blocks)) == view.rows
+        columns = Columns.spec(r.standard_normal(4), min_relevance=0.2)
+        for _ in range(2):
+            retriever = Retriever(store)
+            retriever.prepare()
+            found = retriever.candidates(columns, store.view())
+            assert found.tolist() == Retriever(whole).candidates(columns, whole.view()).tolist()
+            assert contents(store) == contents(whole)
+            for each in (whole, store):
+                each.remove([f"f{i}" for i in range(0, 60, 4)], missing="ignore")
+                each.compact()
+        store.save(tmp_path)
+        assert contents(FactStore.load(tmp_path)) == contents(whole)
 
     def test_a_view_finds_rows_by_id(self):
         store = filled(5)
