@@ -8,7 +8,7 @@ three times better than it is: use thousands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +89,15 @@ def grow(clusters: Clusters, n: int, *, spread: float = 0.8, seed: int = 1) -> I
             draw = r.standard_normal((len(part), inside.shape[1]), dtype=np.float32) * clusters.deviations[c] * spread
             rows[part] += (draw - np.float32(kept) * inside[chosen[part]]) @ clusters.directions[c]
         yield unit(rows)[r.permutation(size)]
+
+
+def sentences(numbers: Iterable[int], words: int) -> list[str]:
+    """A text of so many words for each number, no two alike; empty ones for 0 words."""
+    if not words:
+        return [""] * len(list(numbers))
+    r = np.random.default_rng(9)
+    beginnings = [" ".join(f"w{w}" for w in r.integers(0, 20_000, words - 1)) for _ in range(4096)]
+    return [f"{beginnings[i % 4096]} {i}" for i in numbers]
 
 
 def demo_base() -> Float32:

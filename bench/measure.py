@@ -52,6 +52,20 @@ def peak_rss_mb() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def resident_mb() -> dict[str, int]:
+    """MiB that this process has resident now: its own, and what is mapped from files, which the system may take back.
+
+    Empty where the system does not say (it is Linux that does).
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return {}
+    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    names = {"own": "RssAnon", "mapped": "RssFile"}
+    return {what: int(sizes[name].split()[0]) // 1024 for what, name in names.items() if name in sizes}
+
+
 def machine() -> dict[str, str]:
     """What ran this: processor, cores, system, Python and the commit."""
     model = platform.processor() or platform.machine()

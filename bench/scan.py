@@ -9,16 +9,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import baselines
-from bench.data import Clusters, Float32, grow, load_base, load_queries
-from bench.measure import Times, each, keep, machine, once, peak_rss_mb
+from bench.data import Clusters, Float32, grow, load_base, load_queries, sentences, unit
+from bench.measure import Times, each, keep, machine, once, peak_rss_mb, resident_mb
 from cdr_kernel import (
     _C,
     Columns,
@@ -52,11 +56,11 @@ class Work:
     timed: int  # the first of the queries
     base: str
 
-    @property
+    @cached_property
     def rows(self) -> Float32:
-        """[N, D] float32 unit rows, as stored."""
-        block: Float32 = self.store.view().blocks[0]
-        return block
+        """[N, D] float32 unit rows for the peers: as stored, else a copy."""
+        rows: Float32 = self.store.view().embeddings
+        return rows if rows.dtype == np.float32 else unit(rows)
 
     def columns(self, i: int) -> Columns:
         """Query i, 20 coverage entries of depth .5, 8 residual vectors, the gate."""
@@ -74,22 +78,62 @@ class Work:
         return Session(subs, embedding_model=MODEL, min_relevance=max(self.gate, -1.0), guard=False)
 
 
-def make_work(arguments: argparse.Namespace) -> tuple[Work, dict[str, float]]:
-    """Grow the facts, put them into a store, make the codes; with the seconds that took."""
+def make_work(arguments: argparse.Namespace, folder: Path | None) -> tuple[Work, dict[str, Any]]:
+    """Grow the facts, put them into a store, make the codes; with the seconds and the memory that took.
+
+    folder: where the store and its codes are saved to and loaded from again, mapped; None leaves them in memory.
+    """
     base, name = load_base(arguments.base, arguments.dim)
     pairs = load_queries(arguments.queries, base)
-    store = FactStore(arguments.dim, embedding_model=MODEL)
+    clusters = Clusters.of(base)
+    seconds: dict[str, Any] = {}
+    resident: dict[str, Any] = {}
 
-    def fill() -> None:
+    def timed(what: str, call: Callable[[], Any]) -> Any:
+        out: list[Any] = []
+        seconds[f"{what}_s"] = round(once(lambda: out.append(call())) / 1e3, 2)
+        resident[what] = resident_mb()
+        _tell(f"{what}: {seconds[f'{what}_s']} s, resident {resident[what]} MiB")
+        return out[0]
+
+    def filled() -> FactStore:
+        store = FactStore(arguments.dim, embedding_model=MODEL, dtype=arguments.dtype)
         start = 0
-        for rows in grow(Clusters.of(base), arguments.facts):
-            store.add([f"f{i}" for i in range(start, start + len(rows))], [""] * len(rows), rows)
+        for rows in grow(clusters, arguments.facts):
+            ids = range(start, start + len(rows))
+            store.add([f"f{i}" for i in ids], sentences(ids, arguments.words), rows)
             start += len(rows)
-        store.compact()
+            if start % (1 << 20) == 0:
+                _tell(f"{start} facts added")
+        return store
 
-    seconds = {"grow_and_add_s": round(once(fill) / 1e3, 2)}
+    coded = 0
+
+    def advance(rows: int) -> None:
+        nonlocal coded
+        before, coded = coded, coded + rows
+        if coded >> 20 > before >> 20:
+            _tell(f"{coded} facts coded")
+
+    store = timed("grow_and_add", filled)
+    if folder is not None:
+        timed("save", lambda: store.save(folder))
+        del store
+        store = FactStore.load(folder)
     retriever = Retriever(store)
-    seconds["build_s"] = round(once(retriever.prepare) / 1e3, 2)
+    timed("build", lambda: retriever.prepare(advance))
+    if folder is not None:
+        timed("save_codes", retriever.save)
+        del store, retriever
+
+        def opened() -> tuple[FactStore, Retriever]:
+            store = FactStore.load(folder)
+            retriever = Retriever(store)
+            if retriever.codes(store.view()) is None:
+                raise SystemExit("the saved codes were not found again")
+            return store, retriever
+
+        store, retriever = timed("load", opened)
     everything = np.concatenate([subs for _, subs in pairs])
     chosen = np.random.default_rng(5).choice(len(everything), COVERED, replace=len(everything) < COVERED)
     work = Work(
@@ -103,7 +147,11 @@ def make_work(arguments: argparse.Namespace) -> tuple[Work, dict[str, float]]:
         timed=min(arguments.first, len(pairs)),
         base=name,
     )
-    return work, seconds
+    return work, {**seconds, "resident_mb": resident}
+
+
+def _tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def first_window(work: Work, i: int) -> Any:
@@ -336,46 +384,73 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench scan", description=__doc__)
     parser.add_argument("--facts", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--dtype", choices=("float16", "float32", "float64"), default="float32", help="of the store")
+    parser.add_argument("--words", type=int, default=0, help="words in the text of a fact (default: texts are empty)")
     parser.add_argument("--gate", type=float, help="cosine to the query (default: none)")
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--base", help="E.npy to grow the facts from (default: the demo's, demo-sized)")
     parser.add_argument("--queries", help="Q.npz with i:query, i:subs (default: the demo's)")
     parser.add_argument("--first", type=int, default=44, help="how many of the queries are timed")
     parser.add_argument("--no-peers", action="store_true", help="leave out what else one could use")
+    parser.add_argument(
+        "--mapped",
+        action="store_true",
+        help="save the store and its codes, load them again, mapped, and rank there; without peers, which need all "
+        "rows in memory",
+    )
+    parser.add_argument("--folder", help="where --mapped makes its temporary folder (default: the system's)")
     parser.add_argument("--keep", action="store_true", help="append the rows to bench/results/scan.csv")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
-    work, seconds = make_work(arguments)
+    if arguments.folder and not arguments.mapped:
+        parser.error("--folder: only --mapped writes to a folder")
+    if not arguments.mapped:
+        measure(arguments, None)
+        return
+    with tempfile.TemporaryDirectory(prefix="cdr-bench-", dir=arguments.folder) as folder:
+        measure(arguments, Path(folder))
+
+
+def measure(arguments: argparse.Namespace, folder: Path | None) -> None:
+    """Do what the arguments ask, with a store that is saved to this folder or stays in memory."""
+    work, made = make_work(arguments, folder)
     identical = check(work)
     if not identical:
         raise SystemExit("the scan does not find what the exact pass over all rows finds: nothing was timed")
     view = work.store.view()
+    _tell("checked")
     read = Times(tuple(once(lambda: _C.read_pass(view.blocks)) for _ in range(7)))
     rows = {
         "scan": _timed(work, lambda i: work.retriever.search(work.queries[i], min_relevance=work.gate)),
         "candidates": _timed(work, lambda i: work.retriever.candidates(work.columns(i), view)),
         "rank": _timed(work, lambda i: first_window(work, i)),
-        "cpp_impl": _timed(work, lambda i: by_impl(work, i, "cpp"), 10),
-        "torch_impl": _timed(work, lambda i: by_impl(work, i, "torch"), 10),
+        "cpp_impl": _timed(work, lambda i: by_impl(work, i, "cpp"), 10 if folder is None else 2),
+        **({"torch_impl": _timed(work, lambda i: by_impl(work, i, "torch"), 10)} if folder is None else {}),
         **later_windows(work),
     }
     read_ms = min((*read.ms, *(once(lambda: _C.read_pass(view.blocks)) for _ in range(7))))
+    _tell("windows timed")
     batch = batches(work)
-    others = [] if arguments.no_peers else peers(work)
+    made["resident_mb"]["rank"] = resident_mb()
+    _tell(f"ranked: resident {made['resident_mb']['rank']} MiB")
+    others = [] if arguments.no_peers or folder is not None else peers(work)
     codes = work.retriever.codes(view)
     assert codes is not None
+    stored = sum(block.nbytes for block in view.blocks)
     result: dict[str, Any] = {
         **machine(),
         "facts": arguments.facts,
         "dim": arguments.dim,
-        "dtype": "float32",
+        "dtype": arguments.dtype,
+        "mapped": folder is not None,
+        "words": arguments.words,
         "gate": arguments.gate,
         "k": work.k,
         "base": work.base,
         "queries": work.timed,
         "identical": identical,
         "read_pass_ms": round(read_ms, 3),
-        "read_pass_gb_s": round(work.rows.nbytes / read_ms / 1e6, 1),
+        "read_pass_gb_s": round(stored / read_ms / 1e6, 1),
         **{f"{name}_ms_p{q}": round(times.quantile(q), 3) for name, times in rows.items() for q in (20, 50, 80)},
         **batch,
         **{f"{peer.what}_ms_p50": None if peer.times is None else round(peer.times.quantile(50), 3) for peer in others},
@@ -383,16 +458,20 @@ def main(argv: Sequence[str]) -> None:
         "bytes_per_fact": round(codes.nbytes / arguments.facts, 1),
         "kept_bytes": work.retriever.cache.nbytes,
         "peak_rss_mb": round(peak_rss_mb()),
-        **seconds,
+        **made,
     }
+    if folder is not None:
+        on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        result["disk_bytes_per_fact"] = round(on_disk / arguments.facts, 1)
     if arguments.keep:
         shape = f"{arguments.facts} x {arguments.dim}, gate {arguments.gate}, k {work.k}, from {work.base}"
-        measured = [("read_pass", Times((read_ms,)), ""), *((name, times, "") for name, times in rows.items())]
+        where = "" if folder is None else "mapped"
+        measured = [("read_pass", Times((read_ms,)), where), *((name, times, where) for name, times in rows.items())]
         measured += [(peer.what, peer.times, peer.note) for peer in others if peer.times is not None]
         keep(
             "scan",
             (
-                {"what": what, "shape": shape, "dtype": "float32", "note": note}
+                {"what": what, "shape": shape, "dtype": arguments.dtype, "note": note}
                 | {f"{q}_ms": value for q, value in times.quantiles.items()}
                 for what, times, note in measured
             ),
@@ -401,8 +480,12 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(result))
         return
     print(f"{result['machine']}; {result['system']}; {result['commit']}")
-    print(f"{arguments.facts} x {arguments.dim} float32 from {work.base}, gate {arguments.gate}, k {work.k}")
-    print(f"read pass {read_ms:.1f} ms ({result['read_pass_gb_s']} GB/s); build {seconds['build_s']} s; ", end="")
+    kind = arguments.dtype if folder is None else f"{arguments.dtype}, mapped,"
+    print(f"{arguments.facts} x {arguments.dim} {kind} from {work.base}, gate {arguments.gate}, k {work.k}")
+    print(f"read pass {read_ms:.1f} ms ({result['read_pass_gb_s']} GB/s); build {made['build_s']} s; ", end="")
+    if folder is not None:
+        print(f"save {made['save_s']} s, of the codes {made['save_codes_s']} s; load {made['load_s']} s; ", end="")
+        print(f"{result['disk_bytes_per_fact']} bytes on disk per fact; ", end="")
     print(f"{result['bytes_per_fact']} bytes of codes per fact; peak {result['peak_rss_mb']} MiB")
     print(f"{'':18}{'p20 ms':>10}{'p50 ms':>10}{'p80 ms':>10}{'p50 / read':>12}")
     for name, times, note in [*((n, t, "") for n, t in rows.items()), *((p.what, p.times, p.note) for p in others)]:
