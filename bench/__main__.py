@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 BENCHES = {
+    "crprotocol": "the drop-in for crprotocol against the package itself",
     "ngram": "the n-gram guard at corpus scale",
     "quality": "does retrieval hold quality over windows, on labelled tasks",
     "roofline": "what a GPU can do at best with the scores, by its data sheet",
@@ -16,7 +17,7 @@ BENCHES = {
 
 def main() -> None:
     """Run the bench that is named."""
-    names = "\n".join(f"  {name:8} {what}" for name, what in BENCHES.items())
+    names = "\n".join(f"  {name:10} {what}" for name, what in BENCHES.items())
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
         print(f"usage: python -m bench NAME [options]\n{names}", file=sys.stderr)
         raise SystemExit(2)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -37,6 +39,19 @@ def test_ngram():
     for row in result["peers"]:
         assert row.get("identical", True)
         assert "window_ms" in row or row["note"] == "not installed"
+
+
+def test_crprotocol():
+    pytest.importorskip("crp", reason="needs crprotocol: pip install crprotocol")
+    run = bench("crprotocol", "--facts", "30", "--dim", "16", "--gate", "0.8", "--repeat", "3", "--json")
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    result = json.loads(line)
+    assert 0 < result["passed"] < 30
+    assert result["largest_difference"] < 1e-9
+    assert result["cold_ratio"] == result["rows"]["cold"]["ratio"] > 0
+    assert result["held_ratio"] == result["rows"]["held"]["ratio"] > 0
+    assert result["rows"]["crprotocol"].keys() == {"p20_ms", "p50_ms", "p80_ms", "ratio"}
 
 
 def test_an_unknown_name_lists_the_known_ones():
