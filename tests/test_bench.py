@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -52,6 +53,50 @@ def test_crprotocol():
     assert result["cold_ratio"] == result["rows"]["cold"]["ratio"] > 0
     assert result["held_ratio"] == result["rows"]["held"]["ratio"] > 0
     assert result["rows"]["crprotocol"].keys() == {"p20_ms", "p50_ms", "p80_ms", "ratio"}
+
+
+SCAN = ("scan", "--facts", "1500", "--gate", "0.3", "--k", "20", "--first", "2", "--json")
+
+
+def test_scan():
+    run = bench(*SCAN, "--dim", "48")
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    result = json.loads(line)
+    assert result["identical"] is True
+    assert result["base"] == "demo-sized"
+    for name in ("scan_ms_p50", "rank_ms_p80", "faiss_flat_range_ms_p50", "torch_skinny_ms_p50", "torch_impl_ms_p50"):
+        assert result[name] > 0
+    for name in ("window2_ms_p50", "per_session_ms_batch64", "per_session_ms_one_by_one", "read_pass_ms"):
+        assert result[name] > 0
+    for peer, module in (("usearch_exact", "usearch"), ("crprotocol", "crp"), ("reference", "cdr_kernel")):
+        if importlib.util.find_spec(module):
+            assert result[f"{peer}_ms_p50"] > 0
+            assert "extrapolated" in result["notes"][peer] or peer == "usearch_exact"
+        else:
+            assert result[f"{peer}_ms_p50"] is None
+            assert result["notes"][peer].startswith("not installed")
+
+
+def test_scan_of_a_mapped_store(tmp_path):
+    run = bench(*SCAN, "--dtype", "float16", "--words", "9", "--mapped", "--folder", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    result = json.loads(line)
+    assert (result["identical"], result["dtype"], result["mapped"]) == (True, "float16", True)
+    for name in ("grow_and_add_s", "build_s", "save_s", "save_codes_s", "load_s"):
+        assert result[name] >= 0
+    assert result["disk_bytes_per_fact"] > 384 * 2 + 384 + 9 * (7 + 2)  # half floats, codes, token hashes, words
+    assert result["rank_ms_p50"] > 0
+    assert "faiss_flat_range_ms_p50" not in result
+    assert "build: " in run.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_mapped_scan_takes_a_folder(tmp_path):
+    run = bench(*SCAN, "--folder", str(tmp_path))
+    assert run.returncode == 2
+    assert "--folder: only --mapped" in run.stderr
 
 
 def test_an_unknown_name_lists_the_known_ones():
