@@ -7,11 +7,13 @@ was while others add and remove: whoever ranks works on one consistent version w
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import tempfile
 import threading
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, islice, pairwise
@@ -59,6 +61,10 @@ _MAX_POSITION = 2**63 - 1
 _FLOAT64 = np.finfo(np.float64)
 _CHUNK = 65536  # rows read or written at a time
 _PIECE_BYTES = 2 << 30  # of rows in memory that lie in one array
+
+
+_New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
+"""Makes an array of a shape and a dtype."""
 
 
 class EmbeddingModelMismatch(ValueError):
@@ -124,14 +130,15 @@ class _Strings(Sequence[str]):
 class _Growing:
     """An array [n, ...] with room behind it. Views of its front stay valid when more is written."""
 
-    def __init__(self, values: npt.NDArray[Any]) -> None:
+    def __init__(self, values: npt.NDArray[Any], new: _New = np.empty) -> None:
         self.buffer = values
+        self._new = new
 
     def write(self, at: int, values: npt.NDArray[Any]) -> None:
         """Put values at row `at` and on; rows before that are not touched."""
         end = at + len(values)
         if end > len(self.buffer) or not self.buffer.flags.writeable:
-            buffer = np.empty((max(end, 2 * at, 16), *self.buffer.shape[1:]), self.buffer.dtype)
+            buffer = self._new((max(end, 2 * at, 16), *self.buffer.shape[1:]), self.buffer.dtype)
             buffer[:at] = self.buffer[:at]
             self.buffer = buffer
         self.buffer[at:end] = values
@@ -145,17 +152,18 @@ class _Growing:
 class _Pieces:
     """Rows [n, D] with room behind them, in several arrays where they are many: growing never copies all of them."""
 
-    def __init__(self, dim: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, dim: int, dtype: np.dtype[Any], new: _New) -> None:
         self._room = max(1, _PIECE_BYTES // (dim * dtype.itemsize))  # rows of one piece
-        self._empty = np.empty((0, dim), dtype)
-        self._pieces = [_Growing(self._empty)]
+        self._new = new
+        self._shape, self._dtype = (self._room, dim), dtype
+        self._pieces = [_Growing(np.empty((0, dim), dtype), new)]
 
     def write(self, at: int, rows: npt.NDArray[Any]) -> None:
         """Put rows at row `at` and on; rows before that are not touched."""
         while len(rows):
             piece, inside = divmod(at, self._room)
             if piece == len(self._pieces):  # the rows before fill their pieces, so this one will soon be needed whole
-                self._pieces.append(_Growing(np.empty((self._room, *self._empty.shape[1:]), self._empty.dtype)))
+                self._pieces.append(_Growing(self._new(self._shape, self._dtype)))
             part = rows[: self._room - inside]
             self._pieces[piece].write(inside, part)
             at, rows = at + len(part), rows[len(part) :]
@@ -164,6 +172,21 @@ class _Pieces:
         """The first n rows, at least one array."""
         starts = range(0, max(n, 1), self._room)
         return tuple(p.front(min(n - start, self._room)) for start, p in zip(starts, self._pieces, strict=False))
+
+
+def _new_in(folder: Path) -> _New:
+    """Makes arrays in files of this folder that have no name and go with the array."""
+
+    def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            size = math.prod(shape) * dtype.itemsize
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an OSError here, a dead process later
+            else:
+                file.truncate(size)
+            return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
+
+    return new
 
 
 class _Tokens:
@@ -345,6 +368,9 @@ class FactStore:
     `ngram.Tokenizer`). hash_key: bytes or an int, for stores whose authors may be hostile (see `ngram.TokenHasher`).
     Sessions over the store need a guard with the same ones.
 
+    scratch: a folder, for more rows than memory holds. Rows that are added then lie in mapped files there, which have
+    no name and go with the store; None keeps them in memory. A forked child must not add to such a store.
+
     Threads may call everything at once: changes take turns, ``view()`` never waits.
     """
 
@@ -356,6 +382,7 @@ class FactStore:
         dtype: str = "float32",
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
+        scratch: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
             raise TypeError(f"dim: expected an integer, got {type(dim).__name__}")
@@ -376,13 +403,16 @@ class FactStore:
         self.dtype = np.dtype(name)
         self.path: Path | None = None
         """The folder that the store was loaded from."""
+        if scratch is not None and not Path(scratch).is_dir():
+            raise FileNotFoundError(f"scratch: expected a folder, found none at {scratch}")
+        self._new: _New = np.empty if scratch is None else _new_in(Path(scratch))
         self._hasher = TokenHasher(tokenizer, hash_key)
         self._lock = threading.RLock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
         self._next_sequence = 0
         storage = _Storage(
             mapped=None,
-            tail=_Pieces(self.dim, self.dtype),
+            tail=_Pieces(self.dim, self.dtype, self._new),
             squared_norms=_Growing(np.zeros(0)),
             importance=_Growing(np.zeros(0)),
             sequence=_Growing(np.zeros(0, np.int64)),
@@ -661,7 +691,7 @@ class FactStore:
             if not removed:
                 return 0
             old = view._storage
-            rows = _Pieces(self.dim, self.dtype)
+            rows = _Pieces(self.dim, self.dtype, self._new)
             for start in range(0, len(keep), _CHUNK):
                 rows.write(start, view.take(keep[start : start + _CHUNK]))
             new = _Storage(
@@ -735,13 +765,14 @@ class FactStore:
         mmap: bool = True,
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
+        scratch: str | os.PathLike[str] | None = None,
     ) -> FactStore:
         """Open a folder that ``save`` wrote.
 
         mmap: map the embeddings, texts and tokens (they are read when touched) instead of reading them now. What is
         added later is kept beside the mapped part. Ids are indexed when the first is asked for, which takes about
         0.4 s for a million. tokenizer, hash_key: those of the store where it was made with
-        some; the folder holds the tokenizer's name and the key's fingerprint alone.
+        some; the folder holds the tokenizer's name and the key's fingerprint alone. scratch: as for a new store.
 
         While others save into the folder, this is the store of the last save; what is mapped then stays as it is.
 
@@ -754,7 +785,7 @@ class FactStore:
         number.
         """
         folder = Path(path)
-        return _KIND.load(folder, lambda manifest: cls._read(folder, manifest, mmap, tokenizer, hash_key))
+        return _KIND.load(folder, lambda manifest: cls._read(folder, manifest, mmap, tokenizer, hash_key, scratch))
 
     @classmethod
     def _read(
@@ -764,6 +795,7 @@ class FactStore:
         mmap: bool,
         tokenizer: Tokenizer | None,
         hash_key: HashKey | None,
+        scratch: str | os.PathLike[str] | None,
     ) -> FactStore:
         data = folder / manifest["data"]
         sizes = manifest["files"]
@@ -781,6 +813,7 @@ class FactStore:
             dtype=manifest["dtype"],
             tokenizer=tokenizer,
             hash_key=hash_key,
+            scratch=scratch,
         )
         for name, keyword, own in (
             ("tokenizer", "tokenizer", store.tokenizer_name),
@@ -821,7 +854,7 @@ class FactStore:
             raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
         storage = _Storage(
             mapped=embeddings if n else None,
-            tail=_Pieces(dim, store.dtype),
+            tail=_Pieces(dim, store.dtype, store._new),
             squared_norms=numbers("squared_norms", np.float64, _FLOAT64.smallest_subnormal, _FLOAT64.max),
             importance=numbers("importance", np.float64, 0.0, _FLOAT64.max),
             sequence=sequence,

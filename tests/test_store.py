@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -236,11 +237,13 @@ class TestUpsertAndRemove:
         assert (view.ids, len(view), view.facts(range(5))) == (was[0], was[2], was[3])
         assert (view.embeddings == was[1]).all()
 
+    @pytest.mark.parametrize("scratch", [False, True])
     @pytest.mark.parametrize("room", [1, 7, 30])
-    def test_many_rows_lie_in_several_pieces(self, room, tmp_path, monkeypatch):
+    def test_many_rows_lie_in_several_pieces(self, room, scratch, tmp_path, monkeypatch):
         whole = FactStore(4, embedding_model="m1")
         monkeypatch.setattr(store_module, "_PIECE_BYTES", room * 4 * 4)
-        store, r, n, before = FactStore(4, embedding_model="m1"), np.random.default_rng(0), 0, []
+        store = FactStore(4, embedding_model="m1", scratch=tmp_path if scratch else None)
+        r, n, before = np.random.default_rng(0), 0, []
         for m in (0, 1, 3, 20, 6, 30):
             rows = r.standard_normal((m, 4))
             for each in (whole, store):
@@ -261,8 +264,28 @@ class TestUpsertAndRemove:
             for each in (whole, store):
                 each.remove([f"f{i}" for i in range(0, 60, 4)], missing="ignore")
                 each.compact()
+        assert list(tmp_path.iterdir()) == []
         store.save(tmp_path)
         assert contents(FactStore.load(tmp_path)) == contents(whole)
+
+    def test_a_scratch_folder_that_is_full_or_not_there(self, tmp_path, monkeypatch):
+        with pytest.raises(FileNotFoundError, match="scratch: expected a folder, found none at"):
+            FactStore(4, embedding_model="m1", scratch=tmp_path / "none")
+        filled(20).save(tmp_path / "store")
+        with pytest.raises(FileNotFoundError, match="scratch: expected a folder"):
+            FactStore.load(tmp_path / "store", scratch=tmp_path / "none")
+        store = FactStore.load(tmp_path / "store", scratch=tmp_path)
+        before = contents(store)
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "no space left")
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+            patch.setattr(os, "posix_fallocate", full, raising=False)
+            store.add(["a"], ["a"], np.ones((1, 4)))
+        assert contents(store) == before
+        store.add(["a"], ["a"], np.ones((1, 4)))
+        assert len(store) == 21
 
     def test_a_view_finds_rows_by_id(self):
         store = filled(5)
