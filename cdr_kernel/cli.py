@@ -16,6 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -26,7 +27,7 @@ import typer
 import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
-from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
+from cdr_kernel.constants import CALIBRATED_GATE, CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import (
     FileError,
@@ -102,6 +103,27 @@ class Kind(StrEnum):
     flat = "flat"
     hnsw = "hnsw"
     ivf = "ivf"
+
+
+class Mode(StrEnum):
+    """What a session ranks by."""
+
+    spec = "spec"
+    calibrated = "calibrated"
+
+
+class GateOn(StrEnum):
+    """Which z-score the gate of mode calibrated is on."""
+
+    best = "best"
+    query = "query"
+
+
+class Pack(StrEnum):
+    """How an envelope is filled."""
+
+    greedy = "greedy"
+    need = "need"
 
 
 class OnInvalid(StrEnum):
@@ -555,13 +577,48 @@ def run(
             "--output", "-o", metavar="RUN.json", help="Write the whole run here (to /dev/stdout: not the table)."
         ),
     ] = None,
-    min_relevance: Gate = CDR_MIN_RELEVANCE,
+    mode: Annotated[Mode, typer.Option(help="The specification's formula, or the calibrated mode.")] = Mode.spec,
+    min_relevance: Annotated[
+        float | None,
+        typer.Option(
+            min=-1.0,
+            max=1.0,
+            callback=_no_nan,
+            help=f"Cosine to the query that a fact must reach (§2.6; {CDR_MIN_RELEVANCE}). Of mode spec.",
+        ),
+    ] = None,
+    gate_at: Annotated[
+        float | None,
+        typer.Option(
+            "--gate",
+            callback=_no_nan,
+            help=f"Deviations above the store's mean that a fact must reach ({CALIBRATED_GATE:g}). Of mode calibrated.",
+        ),
+    ] = None,
+    gate_on: Annotated[
+        GateOn | None, typer.Option(help="--gate is on the best of query and sub-queries (best), or on the query.")
+    ] = None,
+    source: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            callback=_no_nan,
+            help="Weight of a fact's document, in place of feedback (0, which is off).",
+        ),
+    ] = None,
+    pack: Annotated[
+        Pack | None, typer.Option(help="Best facts first, or sub-queries in turn (spec: greedy; calibrated: need).")
+    ] = None,
     windows: Windows = None,
     k: PerEnvelope = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Tokens per envelope (no limit).")] = None,
     kind: KindOption = Kind.scan,
-    no_guard: Annotated[bool, typer.Option("--no-guard", help="Without the n-gram guard (§5).")] = False,
-    exclude_packed: Annotated[bool, typer.Option("--exclude-packed", help="Never pack a fact twice.")] = False,
+    guard: Annotated[
+        bool | None, typer.Option("--guard/--no-guard", help="The n-gram guard (§5; mode spec: on, else off).")
+    ] = None,
+    exclude_packed: Annotated[
+        bool, typer.Option("--exclude-packed", help="Never pack a fact twice, as mode calibrated never does.")
+    ] = False,
     backward_summary: Annotated[
         bool, typer.Option("--backward-summary", help="Give a command the text of the earlier windows as well (§4.3).")
     ] = False,
@@ -573,6 +630,14 @@ def run(
     """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
     if backward_summary and writer == "extract":
         raise typer.BadParameter("--backward-summary is for a command, not for extract")
+    calibrated = mode is Mode.calibrated
+    foreign = {"--min-relevance": min_relevance is not None, "--exclude-packed": exclude_packed}
+    if not calibrated:
+        given = {"--gate": gate_at, "--gate-on": gate_on, "--source": source}
+        foreign = {name: value is not None for name, value in given.items()} | {"--pack need": pack is Pack.need}
+    for name, used in foreign.items():
+        if used:
+            raise typer.BadParameter(f"{name} is of mode {'spec' if calibrated else 'calibrated'}, not of {mode.value}")
     if output is not None:
         check_output(output, task, store, *([] if vectors is None else [vectors]))
     opened = _opened(store)
@@ -582,24 +647,31 @@ def run(
     # To copy facts needs no model: their vectors are in the store.
     encode = _embedder(embed) if embed is not None and (vectors is None or writer != "extract") else None
     query, subs = _task_vectors(vectors, chosen, opened, encode)
+    guarded = not calibrated if guard is None else guard
+    cosine = CDR_MIN_RELEVANCE if min_relevance is None else min_relevance
+    parts = {"gate": gate_at, "gate_on": gate_on and gate_on.value, "source_weight": source}
     session = cdr_kernel.Session(
         chosen.sub_queries(subs),
         embedding_model=opened.embedding_model,
-        min_relevance=min_relevance,
+        mode=mode.value,
         max_windows=windows or chosen.windows,
-        exclude_packed=exclude_packed,
-        guard=False if no_guard else None,
+        guard=cdr_kernel.NGramGuard() if guarded else False,
+        **(parts if calibrated else {"min_relevance": cosine, "exclude_packed": exclude_packed}),
     )
     write = _writer(writer, opened, session, chosen, token_budget, writer_timeout, encode)
     retriever = cdr_kernel.Retriever(opened, kind.value)
     per_envelope = k or chosen.k
+    packing = (pack or (Pack.need if calibrated else Pack.greedy)).value
     settings = {
-        "min_relevance": min_relevance,
+        "mode": mode.value,
+        "min_relevance": None if calibrated else cosine,
+        "calibrated": None if session.calibrated is None else asdict(session.calibrated),
+        "pack": packing,
         "windows": session.max_windows,
         "k": per_envelope,
         "token_budget": token_budget,
         "kind": kind.value,
-        "guard": not no_guard,
+        "guard": guarded,
         "exclude_packed": exclude_packed,
         "backward_summary": backward_summary,
         "writer": writer,
@@ -630,6 +702,7 @@ def run(
             assess=write.assess,
             k=per_envelope if token_budget is None else None,  # where everything fits, the rest need not be ranked
             max_facts=per_envelope,
+            pack=packing,
             backward_summary="\n\n".join if backward_summary else None,
         ):
             record.add(window)
@@ -642,7 +715,10 @@ def run(
     save(complete=True)
     last = record.windows[-1]
     if not last["envelope"]["qualified"]:
-        _explain_gate(retriever, query, min_relevance)
+        if session.calibrated is None:
+            _explain_gate(retriever, query, cosine)
+        elif not last["envelope"]["new_share"]:
+            _explain_deviations(retriever, np.vstack([query, *subs]), session.calibrated)
     if as_json:
         print_json(
             {
@@ -857,6 +933,18 @@ def _explain_gate(retriever: cdr_kernel.Retriever, query: Any, gate: float) -> N
             f"warning: no fact reaches --min-relevance {gate:.12g}; the largest cosine to the query in this store is "
             f"{best.relevance[0]:.3f}"
         )
+
+
+def _explain_deviations(retriever: cdr_kernel.Retriever, vectors: Any, parts: cdr_kernel.session.Calibrated) -> None:
+    if not len(retriever.store):
+        return
+    asked = vectors if parts.gate_on == "best" else vectors[:1]
+    scale, shift = retriever.moments.of(retriever.store.view()).scale_shift(asked)
+    cosines = [retriever.search(vector, min_relevance=-1.0, k=1).relevance[0] for vector in asked]
+    say(
+        f"warning: no fact reaches --gate {parts.gate:.12g}; the largest in this store is "
+        f"{(scale * np.array(cosines) + shift).max():.2f} deviations"
+    )
 
 
 def _few(ids: Sequence[str]) -> str:

@@ -76,6 +76,7 @@ class RunRecord:
                 "token_budget": envelope.token_budget,
                 "skipped": envelope.skipped,
                 "qualified": ranking.qualified,
+                "new_share": ranking.new_share,
                 "guard_activations": ranking.guard_activations,
                 "guard_alert": ranking.guard_alert,
                 "coverage_depth": ranking.coverage_depth,

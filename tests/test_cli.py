@@ -429,6 +429,77 @@ def test_run_takes_its_settings(store, tmp_path):
     assert tight["exit"]["detail"].endswith("fits into 1 tokens")
 
 
+def test_run_in_the_calibrated_mode(store, tmp_path):
+    path = tmp_path / "run.json"
+    arguments = ["run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "--mode", "calibrated", "-o", path]
+
+    def run_with(*options):
+        brief = json_of(invoke(*arguments, "--json", *options))
+        found = json.loads(path.read_text())
+        assert brief["windows"][-1]["fresh"] == found["windows"][-1]["fresh"]
+        return found
+
+    run = run_with("--gate", "1")
+    settings = run["settings"]
+    assert (settings["mode"], settings["pack"], settings["guard"]) == ("calibrated", "need", False)
+    assert settings["min_relevance"] is None
+    own = settings["calibrated"]
+    assert (own["gate"], own["gate_on"], own["source_weight"]) == (1.0, "best", 0.0)
+    assert own["feedback_weight"] > 0.0
+    assert len(run["windows"]) == 5
+    assert all((window["fresh"], window["repeated"]) == (10, 0) for window in run["windows"])
+    shares = [window["envelope"]["new_share"] for window in run["windows"]]
+    assert shares[0] == 1.0
+    assert shares == sorted(shares, reverse=True)
+    picked = [window["envelope"]["ids"] for window in run["windows"]]
+    for options, part in (
+        (("--gate-on", "query"), {"gate_on": "query"}),
+        (("--source", "0.4"), {"source_weight": 0.4}),
+    ):
+        other = run_with("--gate", "1", *options)
+        assert {name: other["settings"]["calibrated"][name] for name in part} == part
+        assert [window["envelope"]["ids"] for window in other["windows"]] != picked
+    greedy = run_with("--gate", "1", "--pack", "greedy", "--guard")
+    assert (greedy["settings"]["pack"], greedy["settings"]["guard"]) == ("greedy", True)
+    scores = [fact["score"] for fact in greedy["windows"][0]["facts"]]
+    assert scores == sorted(scores, reverse=True)
+    assert greedy["windows"][0]["envelope"]["ids"] != picked[0]
+    largest = []
+    for options in ((), ("--gate-on", "query")):
+        none = invoke(*arguments, "--json", "--gate", "99", *options)
+        assert json_of(none)["exit"]["detail"] == "no fact passed the relevance gate"
+        (number,) = re.findall(r"no fact reaches --gate 99; the largest in this store is ([\d.]+) deviat", none.stderr)
+        largest.append(float(number))
+    assert 2.0 < largest[1] < largest[0]
+    spec = json_of(invoke(*arguments[:-4], "-o", path, "--json", *GATE))
+    assert spec["complete"]
+    settings = json.loads(path.read_text())["settings"]
+    assert (settings["mode"], settings["pack"], settings["guard"], settings["calibrated"]) == (
+        "spec",
+        "greedy",
+        True,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("calibrated", ["--min-relevance", "0.3"]),
+        ("calibrated", ["--exclude-packed"]),
+        ("spec", ["--gate", "2"]),
+        ("spec", ["--gate-on", "query"]),
+        ("spec", ["--source", "0.4"]),
+        ("spec", ["--pack", "need"]),
+    ],
+)
+def test_run_refuses_parts_of_the_other_mode(store, mode, options):
+    other = "spec" if mode == "calibrated" else "calibrated"
+    said = fails("run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "--mode", mode, *options, code=2)
+    assert f"{options[0]}" in said
+    assert f"is of mode {other}, not of {mode}" in said
+
+
 def test_run_picks_its_task(store, tmp_path):
     document = json.loads(Path(TASK).read_text())
     single = document["tasks"][0]
