@@ -567,7 +567,8 @@ def baselines(names: Iterable[str] | None = None) -> list[Method]:
             made.append(Method(name, _BASELINES[name]()))
         except ImportError as error:
             if names is not None:
-                raise ImportError(f"baseline {name!r}: {error}") from None
+                package = name.partition("_")[0]
+                raise ImportError(f"baseline {name!r}: {error}; pip install {package}") from None
     return made
 
 

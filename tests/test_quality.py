@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -149,12 +150,32 @@ def test_round_robin_takes_turns_and_never_repeats(corpus):
     assert not set(first) & set(pick_round_robin(run))
 
 
-@pytest.mark.parametrize("name", ["relevance", "relevance_excluded", "mmr", "round_robin", "xquad"])
+@pytest.mark.parametrize(
+    "name", ["relevance", "relevance_excluded", "mmr", "round_robin", "xquad", "pyversity_dpp", "pyversity_cover"]
+)
 def test_baselines_fill_the_envelope(corpus, name):
+    if name.startswith("pyversity"):
+        pytest.importorskip("pyversity", reason="pyversity is not installed (extra bench)")
     (method,) = baselines([name])
     (task,) = evaluate(corpus, method, writers=["plan"]).by_writer["plan"]
     assert [w.filled for w in task.windows] == [1.0] * 3
     assert task.windows[-1].new == (0.0 if name == "relevance" else 1.0)
+
+
+def test_crprotocol_ranks_what_passes_its_gate(corpus):
+    pytest.importorskip("crp", reason="crprotocol is not installed (pip install crprotocol)")
+    (method,) = baselines(["crprotocol"])
+    for task in evaluate(corpus, method, writers=["plan"]).by_writer["plan"]:
+        assert 0.0 < task.windows[0].filled <= 1.0
+        assert task.windows[0].new == task.windows[0].filled
+
+
+@pytest.mark.parametrize(("name", "package"), [("pyversity_dpp", "pyversity"), ("crprotocol", "crp.envelope.cdr")])
+def test_a_baseline_that_is_not_installed_says_how_to_install_it(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"baseline {name!r}: .*; pip install {name.partition('_')[0]}"):
+        baselines([name])
+    assert name not in [method.name for method in baselines()]
 
 
 def test_an_unknown_baseline_or_writer_is_refused(corpus):
