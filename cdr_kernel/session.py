@@ -393,6 +393,12 @@ class Session:
                 guard.clear()
             self._state = self._fresh_state(guard, self._state.safety_budget)
 
+    def task(self) -> Session:
+        """A session of the same task, settings and id before its first window, without a guard."""
+        twin = copy.copy(self)
+        twin._state = self._fresh_state(None, 1.0)
+        return twin
+
     def snapshot(self) -> Session:
         """An independent copy of this moment, with the same id, for one branch of a fan-out (R34)."""
         state = self._state

@@ -333,6 +333,11 @@ class StoreView:
             )
         return out
 
+    def sources(self, rows: Iterable[int]) -> list[str | None]:
+        """Sources of these rows."""
+        marked = (self._storage.sources[int(row)] for row in rows)
+        return [source[1:] if source else None for source in marked]
+
     def places(self, rows: Iterable[int]) -> list[tuple[str, int] | None]:
         """(source, position) of these rows, None where a fact lacks one of them."""
         out: list[tuple[str, int] | None] = []

@@ -27,6 +27,9 @@ EDGES = {
     "doctor",
     "quality",
     "ingest",
+    "sharded",
+    "sharded_store",
+    "ray_shards",
     "cli",
     "__main__",
 }
@@ -41,15 +44,26 @@ LADDER = [
     {"task"},
     {"session_json"},
     {"retrieve", "session", "assess"},
-    {"evidence"},
+    {"evidence", "partition"},
     {"rank"},
-    {"pack"},
-    {"explain"},
+    {"pack", "shard"},
+    {"explain", "calls"},
     {"headers"},
     {"window"},
     EDGES,
 ]
-HEAVY = {"torch", "faiss", "pyarrow", "typer", "rich", "sentence_transformers", "transformers", "pandas", "triton"}
+HEAVY = {
+    "torch",
+    "faiss",
+    "pyarrow",
+    "typer",
+    "rich",
+    "sentence_transformers",
+    "transformers",
+    "pandas",
+    "triton",
+    "ray",
+}
 
 
 def imported(path):

@@ -1,0 +1,244 @@
+"""Which shard a fact belongs to, and a store cut into shards on disk.
+
+    partition(store, "facts.shards", shards=4)               # or the path of a saved store
+    open_shard("facts.shards", "shard-2")                    # (FactStore, version of the shard)
+
+A key goes to the shard of the highest hash (rendezvous): where a shard is added, only what goes to it moves. Facts keep
+the sequence numbers of the whole, so that equal scores come in one order however many shards there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cdr_kernel.arrays import Int64
+from cdr_kernel.folder import Kind
+from cdr_kernel.ngram import HashKey, Tokenizer
+from cdr_kernel.retrieve import WORTH_CODES, Retriever
+from cdr_kernel.store import FactStore, StoreView
+
+BY = ("source", "id")
+KIND = Kind(
+    "partition",
+    file="partition.json",
+    data="shards-",
+    format="cdr-partition",
+    version=1,
+    fields={
+        "by": str,
+        "dim": int,
+        "dtype": str,
+        "embedding_model": str,
+        "facts": int,
+        "next_sequence": int,
+        "store_version": int,
+        "shards": dict,
+    },
+)
+CHUNK = 65536
+"""Facts that are moved at a time."""
+
+
+def shard_names(count: int, start: int = 0) -> list[str]:
+    """Names of so many shards, from number `start` on."""
+    return [f"shard-{i}" for i in range(start, start + count)]
+
+
+def owners(keys: Sequence[str], names: Sequence[str]) -> Int64:
+    """For each key the position of its shard among the names, int64 [len(keys)]."""
+    hashes = np.array([_hash(key) for key in keys], np.uint64)
+    owner = np.zeros(len(keys), np.int64)
+    most = np.zeros(len(keys), np.uint64)
+    for i, name in enumerate(names):
+        mixed = _mixed(hashes ^ np.uint64(_hash(name)))
+        better = mixed > most if i else np.ones(len(keys), np.bool_)
+        owner[better], most[better] = i, mixed[better]
+    return owner
+
+
+def _hash(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _mixed(values: Any) -> Any:
+    """The finaliser of SplitMix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def keys_of(ids: Sequence[str], sources: Sequence[str | None], by: str) -> list[str]:
+    """What decides where each fact goes: its source if it has one (by="source"), else its id."""
+    if by == "id":
+        return ["id:" + id for id in ids]
+    return ["id:" + id if s is None else "source:" + s for id, s in zip(ids, sources, strict=True)]
+
+
+def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
+    """The facts in these rows as keywords of ``FactStore.add``, with their sequence numbers."""
+    facts = view.facts(rows.tolist())
+    return {
+        "ids": [fact.id for fact in facts],
+        "texts": [fact.text for fact in facts],
+        "embeddings": view.take(rows),
+        "importance": view.importance[rows],
+        "source": [fact.source for fact in facts],
+        "position": [fact.position for fact in facts],
+        "sequence": view.sequence[rows],
+    }
+
+
+def placed(view: StoreView, names: Sequence[str], by: str) -> Iterator[tuple[Int64, Int64]]:
+    """(rows, positions of their shards among the names) of all facts, in turn."""
+    alive = np.flatnonzero(view.alive)
+    for start in range(0, len(alive), CHUNK):
+        rows = alive[start : start + CHUNK]
+        ids = [view.id_of(row) for row in rows.tolist()]
+        sources = view.sources(rows.tolist()) if by == "source" else [None] * len(ids)
+        yield rows, owners(keys_of(ids, sources, by), names)
+
+
+def parts_of(store: FactStore, names: Sequence[str], by: str) -> Iterator[tuple[str, FactStore]]:
+    """(name, store of its facts), one after the other."""
+    view = store.view()
+    owner = np.full(view.rows, -1, np.int16)
+    for rows, positions in placed(view, names, by):
+        owner[rows] = positions
+    for i, name in enumerate(names):
+        part, rows = store.empty(), np.flatnonzero(owner == i)
+        for start in range(0, len(rows), CHUNK):
+            part.add(**facts_in(view, rows[start : start + CHUNK]))
+        yield name, part
+
+
+def check_by(by: str) -> str:
+    """by, one of BY."""
+    if by not in BY:
+        raise ValueError(f"by: expected one of {', '.join(BY)}, got {by!r}")
+    return by
+
+
+def check_shards(shards: int) -> int:
+    """A number of shards, 1 to 4,096."""
+    if isinstance(shards, bool) or not isinstance(shards, int | np.integer):
+        raise TypeError(f"shards: expected an integer, got {type(shards).__name__}")
+    if not 1 <= shards <= 4096:
+        raise ValueError(f"shards: expected 1 to 4096, got {shards}")
+    return int(shards)
+
+
+def partition(
+    store: FactStore | str | os.PathLike[str],
+    home: str | os.PathLike[str],
+    *,
+    shards: int,
+    by: str = "source",
+    tokenizer: Tokenizer | None = None,
+    hash_key: HashKey | None = None,
+) -> None:
+    """Write a store, or the one saved in a folder, as so many shards into the folder `home`.
+
+    by: "source" keeps all facts of one source in one shard, which `source_weight` of the calibrated mode needs; "id"
+    spreads them evenly. tokenizer, hash_key: of a saved store, as in ``FactStore.load``. One shard at a time is in
+    memory. What is in `home` is replaced as ``FactStore.save`` does it: whoever opens it finds the old shards or the
+    new ones. Raises ValueError and TypeError for bad arguments, and what ``FactStore.load`` raises.
+    """
+    names, by = shard_names(check_shards(shards)), check_by(by)
+    if not isinstance(store, FactStore):
+        store = FactStore.load(store, tokenizer=tokenizer, hash_key=hash_key)
+
+    def write(data: Path) -> None:
+        for name, part in parts_of(store, names, by):
+            save_part(part, data / name)
+
+    save_partition(home, store, dict.fromkeys(names, 0), by, write, facts=len(store), version=0)
+
+
+def save_part(part: FactStore, path: Path) -> None:
+    """Write the facts of a shard to a folder, with the codes of a scan where there are enough facts for them."""
+    part.save(path)
+    if len(part) >= WORTH_CODES:
+        Retriever(FactStore.load(path, tokenizer=part.tokenizer, hash_key=part.hash_key)).save()
+
+
+def save_partition(
+    home: str | os.PathLike[str],
+    like: FactStore,
+    versions: Mapping[str, int],
+    by: str,
+    write: Callable[[Path], None],
+    *,
+    facts: int,
+    version: int,
+    next_sequence: int | None = None,
+) -> None:
+    """Replace what is in home by the shards that `write` puts into the subfolder it is given."""
+    folder = Path(home)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder}: expected a folder, found a file")
+
+    def fields(data: Path) -> dict[str, Any]:
+        write(data)
+        return {
+            "by": by,
+            "dim": like.dim,
+            "dtype": like.dtype.name,
+            "embedding_model": like.embedding_model,
+            "facts": facts,
+            "next_sequence": like.next_sequence if next_sequence is None else next_sequence,
+            "store_version": version,
+            "shards": dict(versions),
+        }
+
+    KIND.save(folder, fields)
+
+
+def manifest_of(home: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a partition says of itself. Raises FileNotFoundError where there is none, ValueError where it is damaged."""
+    found = KIND.manifest(Path(home))
+    check_by(found["by"])
+    names = found["shards"]
+    if not names or not all(type(version) is int and version >= 0 for version in names.values()):
+        raise ValueError(f"{Path(home) / KIND.file}: expected a version for every shard, found {names!r}")
+    return found
+
+
+def empty_store(
+    manifest: Mapping[str, Any], *, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None
+) -> FactStore:
+    """A store without facts, of the kind that the partition is of."""
+    return FactStore(
+        manifest["dim"],
+        embedding_model=manifest["embedding_model"],
+        dtype=manifest["dtype"],
+        tokenizer=tokenizer,
+        hash_key=hash_key,
+    )
+
+
+def open_shard(
+    home: str | os.PathLike[str],
+    name: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    hash_key: HashKey | None = None,
+) -> tuple[FactStore, int]:
+    """(the facts of a shard, its version); for a name that the partition does not know, no facts and version 0.
+
+    Raises what ``FactStore.load`` raises.
+    """
+    manifest_of(home)
+
+    def read(manifest: dict[str, Any]) -> tuple[FactStore, int]:
+        if name not in manifest["shards"]:
+            return empty_store(manifest, tokenizer=tokenizer, hash_key=hash_key), 0
+        folder = Path(home) / manifest["data"] / name
+        return FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key), manifest["shards"][name]
+
+    return KIND.load(Path(home), read)

@@ -1,0 +1,408 @@
+"""One shard: some of the facts, and all that a coordinator may ask of them.
+
+A coordinator (`sharded`) sends requests, each naming the version of the shard that it is about; a shard keeps its last
+versions, so a ranking reads one version everywhere while facts come and go. What only one side can know is never
+assumed: a shard that lacks a version, a blacklist, a session or a task's evidence says so, and is sent it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.calibrate import Sums
+from cdr_kernel.columns import Columns
+from cdr_kernel.evidence import (
+    Asked,
+    Evidence,
+    addends_of,
+    best_rows,
+    column_addends,
+    keep,
+    rows_of,
+    unit_rows,
+    word_addends,
+    word_sums,
+)
+from cdr_kernel.kept import CACHE_BYTES
+from cdr_kernel.lexical import SparseSums, WordCounts
+from cdr_kernel.ngram import NGramGuard
+from cdr_kernel.partition import facts_in, placed, save_part
+from cdr_kernel.rank import Question, Ranking, multipliers
+from cdr_kernel.retrieve import Retriever
+from cdr_kernel.session import Session
+from cdr_kernel.store import Fact, FactStore, StoreView
+from cdr_kernel.task import Calibrated, CoverageEntry, SessionState
+
+VERSIONS_KEPT = 16
+SESSIONS_KEPT = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """One change of one shard: facts that go, facts that come (keywords of ``FactStore.add``), or a compaction."""
+
+    remove: tuple[str, ...] = ()
+    facts: Mapping[str, Any] | None = None
+    compact: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What is asked: a method of `Shard` with its arguments after the view, of one version.
+
+    changes: what led from version `since` up to it, for a shard that missed it.
+    """
+
+    method: str
+    version: int
+    args: tuple[Any, ...] = ()
+    since: int = 0
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """status: "ok" with the value, "stale" (the version is not there: `version` is the shard's), or "need" (the
+    session, its blacklist or its evidence is not there)."""
+
+    status: str
+    version: int
+    value: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Blacklist:
+    """A session's blacklist: the state of name `digest`, which is the state `base` and these hashes, or a whole
+    ``NGramGuard.state``."""
+
+    digest: str
+    base: str | None = None
+    hashes: NDArray[np.uint64] | None = None
+    state: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """What one session asks of a shard for its next window.
+
+    token: names the session; session: itself, without its state, for a shard that does not know it. columns: fields
+    of `Columns`; scored: see `evidence.Asked`. covered: (sub-query, depth) by coverage entry; remaining: sub-queries.
+    packed: facts that were packed, where it matters. task: names the evidence; evidence: itself.
+    """
+
+    token: str
+    session: Session | None
+    columns: Mapping[str, Any]
+    scored: tuple[int, int]
+    covered: tuple[tuple[int, float], ...]
+    remaining: tuple[int, ...]
+    packed: tuple[str, ...]
+    blacklist: Blacklist | None
+    task: tuple[Any, ...] | None = None
+    evidence: Evidence | None = None
+
+
+ARRAYS = (
+    "score",
+    "score_without_guard",
+    "relevance",
+    "coverage",
+    "residual_pull",
+    "novelty",
+    "ngram_overlap",
+    "importance",
+    "multiplier",
+    "by_sub_query",
+)
+"""Fields of a ranking that come back, one entry per fact."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The k best facts of one shard for one session, best first: their sequence numbers and the ranking's arrays.
+
+    qualified, activations: as in `Ranking`; passed, new: facts that passed the gate, and those of them never packed.
+    digest: of the blacklist that was counted.
+    """
+
+    sequence: Int64
+    arrays: Mapping[str, NDArray[Any] | None]
+    qualified: int
+    activations: int
+    passed: int
+    new: int
+    digest: str | None
+
+
+def columns_fields(columns: Columns) -> dict[str, Any]:
+    """Columns as they travel; what is added for single rows does not."""
+    names = "query coverage residual scale shift weight gate clamp_novelty gate_only factors_above_zero"
+    return {name: getattr(columns, name) for name in names.split()}
+
+
+def digest_of(guard: NGramGuard) -> str:
+    """What tells one blacklist from another."""
+    if guard.exact or guard.max_ngrams is not None:
+        state = guard.state()
+        written = [[h.tobytes() for h in state["hashes"]], state["tokens"]]
+        return hashlib.blake2b(repr(written).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return digest_of_hashes(guard.hashes)
+
+
+def digest_of_hashes(hashes: NDArray[np.uint64]) -> str:
+    """The digest of a guard that only keeps hashes, which ascend."""
+    return hashlib.blake2b(hashes.tobytes(), digest_size=16).hexdigest()
+
+
+class _Needed(Exception):
+    """Something must be sent along."""
+
+
+@dataclass(eq=False)
+class _Known:
+    """A session as the shard knows it."""
+
+    session: Session
+    guard: NGramGuard | None = None
+    digest: str | None = None
+
+
+@dataclass(eq=False)
+class _Versions:
+    now: int
+    views: OrderedDict[int, StoreView] = field(default_factory=OrderedDict)
+
+
+class Shard:
+    """Some of the facts with their retriever. Threads may ask at once; changes take turns.
+
+    store: the shard's own from now on. version: how many changes led to it.
+    """
+
+    def __init__(self, store: FactStore, version: int = 0, *, cache_bytes: int = CACHE_BYTES) -> None:
+        self.store = store
+        self._retriever = Retriever(store, cache_bytes=cache_bytes)
+        self._lock = threading.Lock()
+        self._versions = _Versions(version, OrderedDict({version: store.view()}))
+        self._sessions: OrderedDict[str, _Known] = OrderedDict()
+
+    @property
+    def version(self) -> int:
+        """How many changes the shard has seen."""
+        return self._versions.now
+
+    def answer(self, request: Request) -> Reply:
+        """What the method named by the request returns; what is missing instead of a wrong answer."""
+        with self._lock:
+            for number, change in enumerate(request.changes, request.since + 1):
+                if number == self._versions.now + 1:
+                    self._change(change)
+            view = self._versions.views.get(request.version)
+        if view is None:
+            return Reply("stale", self._versions.now)
+        try:
+            value = getattr(self, request.method)(view, *request.args)
+        except _Needed:
+            return Reply("need", request.version)
+        return Reply("ok", request.version, value)
+
+    def _change(self, change: Change) -> None:
+        if change.remove:
+            self.store.remove(change.remove)
+        if change.facts is not None:
+            self.store.add(**change.facts)
+        if change.compact:
+            self.store.compact()
+        versions = self._versions
+        versions.now += 1
+        versions.views[versions.now] = self.store.view()
+        while len(versions.views) > VERSIONS_KEPT:
+            versions.views.popitem(last=False)
+
+    # what may be asked, of a version
+
+    def applied(self, view: StoreView) -> int:
+        """How many facts there are."""
+        return len(view)
+
+    def removed(self, view: StoreView) -> int:
+        """How many rows a compaction would give back."""
+        return view.rows - len(view)
+
+    def ids(self, view: StoreView) -> tuple[Int64, list[str]]:
+        """Sequence numbers and ids of all facts."""
+        return view.sequence[view.alive], view.ids
+
+    def sequences(self, view: StoreView) -> Int64:
+        """Sequence numbers of all facts."""
+        return view.sequence[view.alive]
+
+    def find(self, view: StoreView, ids: tuple[str, ...]) -> list[str]:
+        """Those of these ids that are here."""
+        rows = rows_of(view, ids)
+        return [view.id_of(row) for row in rows.tolist()]
+
+    def get(self, view: StoreView, ids: tuple[str, ...]) -> list[Fact]:
+        """Those of these facts that are here."""
+        return view.facts(rows_of(view, ids).tolist())
+
+    def numbered(self, view: StoreView, sequence: Int64) -> list[Fact]:
+        """The facts with these sequence numbers."""
+        return view.facts(np.searchsorted(view.sequence, sequence).tolist())
+
+    def leaving(self, view: StoreView, name: str, names: tuple[str, ...], by: str) -> dict[str, Int64]:
+        """Sequence numbers of the facts that belong to other shards than `name` among these, by shard."""
+        found: dict[str, list[Int64]] = {}
+        for rows, positions in placed(view, names, by):
+            for i in np.unique(positions).tolist():
+                if names[i] != name:
+                    found.setdefault(names[i], []).append(view.sequence[rows[positions == i]])
+        return {other: np.concatenate(parts) for other, parts in found.items()}
+
+    def names(self, view: StoreView, sequence: Int64) -> list[str]:
+        """Ids of the facts with these sequence numbers."""
+        return [view.id_of(row) for row in np.searchsorted(view.sequence, sequence).tolist()]
+
+    def take(self, view: StoreView, sequence: Int64) -> dict[str, Any]:
+        """The facts with these sequence numbers, as another shard adds them."""
+        return facts_in(view, np.searchsorted(view.sequence, sequence))
+
+    def save(self, view: StoreView, path: str) -> int:
+        """Write the facts to a folder; no change may come meanwhile."""
+        save_part(self.store, Path(path))
+        return len(view)
+
+    def moments(self, view: StoreView) -> Sums:
+        """The sums that a calibration is made of."""
+        return self._retriever.moments.sums(view)
+
+    def word_counts(self, view: StoreView, texts: tuple[str, ...]) -> WordCounts:
+        """What BM25 needs to know of these facts."""
+        return self._retriever.lexical.counts(view, texts)
+
+    def word_sums(self, view: StoreView, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
+        """Sums of the BM25 of each text."""
+        return word_sums(self._retriever, view, texts, counts)
+
+    def best(self, view: StoreView, evidence: Evidence) -> list[tuple[Float64, Int64, list[str], Float64]]:
+        """For each sub-query (values, sequence numbers, ids, unit vectors) of its best facts, best first."""
+        found = best_rows(evidence, word_addends(evidence, self._retriever, view), view)
+        return [
+            (values, view.sequence[rows], [view.id_of(row) for row in rows.tolist()], unit_rows(view, rows))
+            for values, rows in found
+        ]
+
+    def vectors(self, view: StoreView, ids: tuple[str, ...]) -> tuple[Int64, Float64]:
+        """Sequence numbers and unit vectors of those of these facts that are here."""
+        rows = rows_of(view, ids)
+        return view.sequence[rows], unit_rows(view, rows)
+
+    def rank(self, view: StoreView, asks: tuple[Ask, ...], k: int | None, multiplier: Any) -> list[Answer]:
+        """The k best facts for each of these sessions; multiplier: as in `cdr_rank`, of this shard's facts."""
+        known = [self._known(ask) for ask in asks]
+        guards = [self._guard(ask, each) for ask, each in zip(asks, known, strict=True)]
+        asked = [self._asked(ask, each.session, view) for ask, each in zip(asks, known, strict=True)]
+        factors = multipliers(multiplier, view)
+        columns = [each.columns for each in asked]
+        by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
+        sessions = [each.session for each in known]
+        found = self._retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
+        answers = []
+        for ask, session, guard, each, kept in zip(asks, sessions, guards, asked, found, strict=True):
+            question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
+            ranking, passed, new = question.counted(k, factors)
+            answers.append(_answer(ranking, passed, new, None if ask.blacklist is None else ask.blacklist.digest))
+        return answers
+
+    def _known(self, ask: Ask) -> _Known:
+        with self._lock:
+            known = self._sessions.get(ask.token)
+            if known is None:
+                if ask.session is None:
+                    raise _Needed
+                known = self._sessions[ask.token] = _Known(copy.copy(ask.session))
+                while len(self._sessions) > SESSIONS_KEPT:
+                    self._sessions.popitem(last=False)
+            self._sessions.move_to_end(ask.token)
+            return known
+
+    def _guard(self, ask: Ask, known: _Known) -> NGramGuard | None:
+        """The session's guard as it was when it asked."""
+        wanted = ask.blacklist
+        if wanted is None:
+            return None
+        with self._lock:
+            if known.digest == wanted.digest:
+                return known.guard
+            tokenizer, key = self.store.tokenizer, self.store.hash_key
+            if wanted.state is not None:
+                guard = NGramGuard.from_state(wanted.state, tokenizer=tokenizer, hash_key=key)
+            elif known.guard is not None and known.digest == wanted.base and wanted.hashes is not None:
+                guard = known.guard.copy()
+                guard.merge(NGramGuard.from_hashes(wanted.hashes, n=guard.n, tokenizer=tokenizer, hash_key=key))
+            else:
+                raise _Needed
+            if digest_of(guard) != wanted.digest:
+                raise _Needed
+            known.guard, known.digest = guard, wanted.digest
+            return guard
+
+    def _asked(self, ask: Ask, session: Session, view: StoreView) -> Asked:
+        scored = slice(*ask.scored)
+        if ask.task is None:
+            return Asked(Columns(**ask.columns), scored, None)
+        parts = session.calibrated
+        assert parts is not None
+        key = (*ask.task, view.version)
+        found = self._retriever.evidence.get(key)
+        if found is None:
+            if ask.evidence is None:
+                raise _Needed
+            found = addends_of(ask.evidence, parts, self._retriever, view)
+            keep(self._retriever, key, found)
+        gates = len(ask.columns["residual"]) - (scored.stop - scored.start)
+        return Asked(Columns(**ask.columns, addend=column_addends(found, gates)), scored, None)
+
+
+def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState:
+    """As much of the session's state as a ranking reads."""
+    items = session.sub_queries
+    return SessionState(
+        coverage=tuple(CoverageEntry(items[i].id, items[i].embedding, depth, 1) for i, depth in ask.covered),
+        residual=tuple(items[i] for i in ask.remaining),
+        window_count=0,
+        completeness=0.0,
+        words={},
+        packed=dict.fromkeys(ask.packed, 1),
+        guard=guard,
+        safety_budget=1.0,
+    )
+
+
+def _answer(ranking: Ranking, passed: int, new: int, digest: str | None) -> Answer:
+    return Answer(
+        sequence=np.array([fact.sequence for fact in ranking.facts], np.int64),
+        arrays={name: getattr(ranking, name) for name in ARRAYS},
+        qualified=ranking.qualified,
+        activations=ranking.guard_activations,
+        passed=passed,
+        new=new,
+        digest=digest,
+    )
+
+
+def needs_packed(session: Session) -> bool:
+    """Whether it matters to a ranking which facts were packed."""
+    parts: Calibrated | None = session.calibrated
+    return session.exclude_packed or parts is not None

@@ -1,0 +1,464 @@
+"""Facts in several places, ranked as if they were in one.
+
+    store = ShardedStore.split(store, shards=4)              # in this process, by threads
+    store = ShardedStore.open("facts.shards")                # a partition on disk, mapped (see `partition`)
+    retriever = ShardedRetriever(store)
+    cdr_rank(query, retriever, session)                      # also rank_many, run_windows
+
+Ids, order, scores and breakdown are those of one store with all the facts, to the last bit, however many shards there
+are: rows are scored by the same routine wherever they are, ties go by sequence numbers that are the whole's, and what
+the calibrated mode knows of all facts is summed exactly (`calibrate.Sums`, `lexical.SparseSums`). Where a shard cannot
+be reached in time the ranking says ``complete=False`` and which one. `ray_shards` puts the shards into Ray actors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdr_kernel.arrays import Float64, Int64, as_array, factor
+from cdr_kernel.calibrate import Calibration, Sums
+from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
+from cdr_kernel.constants import FEEDBACK_FACTS
+from cdr_kernel.evidence import Asked, Evidence, asked, gathered
+from cdr_kernel.lexical import SparseSums, WordCounts
+from cdr_kernel.ngram import NGramGuard, TokenRows
+from cdr_kernel.rank import Multiplier, Ranking
+from cdr_kernel.score import best_first
+from cdr_kernel.session import Session
+from cdr_kernel.shard import (
+    ARRAYS,
+    Answer,
+    Ask,
+    Blacklist,
+    columns_fields,
+    digest_of,
+    digest_of_hashes,
+    needs_packed,
+)
+from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
+from cdr_kernel.store import EmbeddingModelMismatch, Fact
+from cdr_kernel.task import SessionState
+
+__all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]
+
+_TASKS_KEPT = 64
+_SHARE = 0.75  # of the time that is left, for one round of questions
+_BLACKLISTS_KEPT = 4  # of a session, so that replicas that lag a little are sent little
+
+
+@dataclass(eq=False)
+class _Window:
+    """What is being asked of one version for some sessions, until when, and which shards are given up."""
+
+    store: ShardedStore
+    snapshot: Snapshot
+    deadline: float
+    missing: set[str]
+
+    def ask(
+        self,
+        method: str,
+        arguments: Callable[[Group], Callable[[Slot, bool], tuple[Any, ...]]],
+        check: Callable[[Any], bool] = lambda value: True,
+        groups: Iterable[str] | None = None,
+    ) -> dict[str, Any]:
+        """Values by shard, in the order of the shards; those that do not answer are given up."""
+        calls = [
+            Call(group, method, version, arguments(group), check)
+            for group, version in zip(self.snapshot.groups, self.snapshot.versions, strict=True)
+            if group.name not in self.missing and (groups is None or group.name in groups)
+        ]
+        now = time.monotonic()
+        deadline = now + _SHARE * (self.deadline - now)  # whoever is late now must leave time for what is asked after
+        late = ask_all(calls, deadline, self.store.limits, self.store.counts)
+        self.missing.update(call.group.name for call in late)
+        return {call.group.name: call.value for call in calls if call.answered}
+
+    def same(self, method: str, *args: Any, check: Callable[[Any], bool] = lambda value: True) -> dict[str, Any]:
+        """``ask`` with the same arguments for all shards."""
+        return self.ask(method, lambda group: lambda slot, full: args, check)
+
+    # the facts of all shards, as `evidence.Facts`
+
+    def calibration(self) -> Calibration:
+        """Of all facts."""
+        cache = self.snapshot.cache
+        found: Calibration | None = cache.get("calibration")
+        if found is None:
+            total = Sums.zero(self.store.dim)
+            for part in self.same("moments").values():
+                total += part
+            found = total.calibration()
+            if not self.missing:
+                cache["calibration"] = found
+        return found
+
+    def word_counts(self, texts: tuple[str, ...]) -> WordCounts:
+        """Of all facts."""
+        total = WordCounts(0, 0, {})
+        for part in self.same("word_counts", texts).values():
+            total = total.plus(part)
+        return total
+
+    def word_sums(self, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
+        """Of the BM25 of each text over all facts."""
+        total = [SparseSums(0, 0)] * len(texts)
+        for part in self.same("word_sums", texts, counts).values():
+            total = [a.plus(b) for a, b in zip(total, part, strict=True)]
+        return total
+
+    def best(self, evidence: Evidence) -> tuple[tuple[str, ...], Float64]:
+        """Ids and unit vectors of the best facts of each sub-query, each once, by sequence."""
+        parts = self.same("best", evidence, check=_finite_best).values()
+        chosen: dict[int, tuple[str, Float64]] = {}
+        for j in range(len(evidence.units)):
+            values = np.concatenate([np.zeros(0), *(part[j][0] for part in parts)])
+            numbers = np.concatenate([np.zeros(0, np.int64), *(part[j][1] for part in parts)])
+            ids = [id for part in parts for id in part[j][2]]
+            vectors = [vector for part in parts for vector in part[j][3]]
+            for i in best_first(values, numbers, FEEDBACK_FACTS).tolist():
+                chosen[int(numbers[i])] = (ids[i], vectors[i])
+        ordered = [chosen[number] for number in sorted(chosen)]
+        return tuple(id for id, _ in ordered), _stacked([vector for _, vector in ordered], self.store.dim)
+
+    def vectors(self, ids: tuple[str, ...]) -> Float64:
+        """Unit vectors of those of these facts that are there, by sequence."""
+        parts = self.same("vectors", ids).values()
+        numbers = np.concatenate([np.zeros(0, np.int64), *(part[0] for part in parts)])
+        vectors = [vector for part in parts for vector in part[1]]
+        return _stacked([vectors[i] for i in np.argsort(numbers).tolist()], self.store.dim)
+
+
+class ShardedRetriever:
+    """Ranks the facts of a `ShardedStore`: goes where a `Retriever` goes in `cdr_rank`, `rank_many`, `run_windows`.
+
+    partial: whether a ranking may lack shards that did not answer in the store's timeout; it then says so
+    (``Ranking.complete``, ``missing_shards``). False raises ShardsMissing instead.
+    """
+
+    def __init__(self, store: ShardedStore, *, partial: bool = True) -> None:
+        if not isinstance(store, ShardedStore):
+            raise TypeError(f"store: expected a ShardedStore, got {type(store).__name__}")
+        self.store = store
+        self.partial = partial
+        self._lock = threading.Lock()
+        self._tokens: weakref.WeakKeyDictionary[Session, tuple[str, Session]] = weakref.WeakKeyDictionary()
+        self._blacklists: weakref.WeakKeyDictionary[Session, OrderedDict[str, _Written]] = weakref.WeakKeyDictionary()
+        self._evidence: OrderedDict[Any, Evidence] = OrderedDict()
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing that passes the gate can be missing from a complete ranking."""
+        return True
+
+    def rank_many(
+        self, queries: Sequence[Any], sessions: Sequence[Session], *, k: int | None, multiplier: Multiplier | None
+    ) -> list[Ranking]:
+        """What `rank_many` does, over all shards."""
+        deadline = time.monotonic() + self.store.limits.timeout
+        while True:
+            window = _Window(self.store, self.store.snapshot(), deadline, set())
+            try:
+                return self._ranked(window, queries, sessions, k, multiplier)
+            except Superseded:  # more changes than shards keep versions came meanwhile
+                if time.monotonic() >= deadline:
+                    raise ShardsMissing(self.store.shards) from None
+
+    def _ranked(
+        self,
+        window: _Window,
+        queries: Sequence[Any],
+        sessions: Sequence[Session],
+        k: int | None,
+        multiplier: Multiplier | None,
+    ) -> list[Ranking]:
+        store = self.store
+        states = []
+        for session in sessions:
+            if store.embedding_model != session.embedding_model:
+                raise EmbeddingModelMismatch("store", session.embedding_model, store.embedding_model)
+            states.append(session.state)
+        for state in states:
+            if state.guard is not None:
+                state.guard.overlap_rows(self._no_tokens)  # raises where its tokenizer or key is another
+        each = [self._asked(*of, window) for of in zip(queries, sessions, states, strict=True)]
+        factors = self._multipliers(multiplier, window)
+        written = [self._written(session, state) for session, state in zip(sessions, states, strict=True)]
+
+        def arguments(group: Group) -> Callable[[Slot, bool], tuple[Any, ...]]:
+            def of(slot: Slot, full: bool) -> tuple[Any, ...]:
+                asks = tuple(self._ask(slot, full, *some) for some in zip(sessions, states, each, written, strict=True))
+                return asks, k, factors(group)
+
+            return of
+
+        digests = [None if w is None else w.digest for w in written]
+        answers = window.ask("rank", arguments, lambda value: _valid(value, k, digests))
+        while True:
+            chosen = [merged([answer[i] for answer in answers.values()], k) for i in range(len(sessions))]
+            facts = self._facts(window, answers, chosen)
+            if facts is not None:
+                break
+            answers = {name: answer for name, answer in answers.items() if name not in window.missing}
+        if window.missing and not self.partial:
+            raise ShardsMissing(window.missing)
+        return [
+            _ranking(window, session, state, of[0], merge, facts, k)
+            for session, state, of, merge in zip(sessions, states, each, chosen, strict=True)
+        ]
+
+    @cached_property
+    def _no_tokens(self) -> TokenRows:
+        block = (np.zeros(1, np.int64), np.zeros(0, np.uint8))
+        return TokenRows((block,), (), self.store.tokenizer_name, self.store.key_fingerprint)
+
+    def _asked(
+        self, query: Any, session: Session, state: SessionState, window: _Window
+    ) -> tuple[Asked, tuple[Any, ...] | None, Evidence | None]:
+        """What a session asks, and for the calibrated mode its task and the evidence."""
+        parts = session.calibrated
+        if parts is None:
+            columns = session.columns(query, state=state)
+            if columns.dim != self.store.dim:
+                raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {columns.dim}")
+            return Asked(columns, slice(0, 0), None), None, None
+        if parts.source_weight and self.store.by != "source":
+            raise ValueError("source_weight: needs all facts of a source in one shard: partition by='source'")
+        weights = (parts.lexical_weight, parts.feedback_weight, parts.source_weight)
+        task: tuple[Any, ...] = (session.task_key, *weights, window.snapshot.version)
+        with self._lock:
+            evidence = None if window.missing else self._evidence.get(task)
+        if evidence is None:
+            if session.dim != self.store.dim:
+                raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {session.dim}")
+            evidence = gathered(session, parts, window)
+            if window.missing:  # of what could be reached, this once
+                task = (*task, uuid.uuid4().hex)
+            else:
+                with self._lock:
+                    self._evidence[task] = evidence
+                    while len(self._evidence) > _TASKS_KEPT:
+                        self._evidence.popitem(last=False)
+        return asked(query, session, state, window, self.store.dim, evidence), task, evidence
+
+    def _multipliers(self, values: Multiplier | None, window: _Window) -> Callable[[Group], Any]:
+        """What each shard is given of the multiplier."""
+        if values is None or isinstance(values, Mapping):
+            return lambda group: values
+        given = factor(as_array(values, 1, "multiplier"), window.snapshot.facts, "multiplier")
+        assert given is not None
+        cache = window.snapshot.cache
+        numbers: dict[str, Int64] | None = cache.get("sequences")
+        if numbers is None:
+            numbers = window.same("sequences")
+            if not window.missing:
+                cache["sequences"] = numbers
+        if window.missing:  # nobody knows which entries belong to whom
+            window.missing.update(group.name for group in window.snapshot.groups)
+            return lambda group: None
+        every = np.sort(np.concatenate(list(numbers.values())))
+        return lambda group: given[np.searchsorted(every, numbers[group.name])]
+
+    def _token(self, session: Session) -> tuple[str, Session]:
+        """The session's name here, and itself without its state."""
+        with self._lock:
+            found = self._tokens.get(session)
+            if found is None:
+                found = self._tokens[session] = (uuid.uuid4().hex, session.task())
+            return found
+
+    def _written(self, session: Session, state: SessionState) -> _Written | None:
+        """The session's blacklist, named."""
+        guard = state.guard
+        if guard is None:
+            return None
+        with self._lock:
+            last = self._blacklists.setdefault(session, OrderedDict())
+            found = next(reversed(last.values()), None)
+        if found is None or found.guard is not guard or found.generation != guard.generation:
+            found = _Written.of(guard)
+            with self._lock:
+                last[found.digest] = found
+                last.move_to_end(found.digest)
+                while len(last) > _BLACKLISTS_KEPT:
+                    last.popitem(last=False)
+        return found
+
+    def _ask(
+        self,
+        slot: Slot,
+        full: bool,
+        session: Session,
+        state: SessionState,
+        of: tuple[Asked, tuple[Any, ...] | None, Evidence | None],
+        written: _Written | None,
+    ) -> Ask:
+        """What a session asks of a replica, with what the replica lacks as far as is known."""
+        what, task, evidence = of
+        token, bare = self._token(session)
+        index = {item.id: i for i, item in enumerate(session.sub_queries)}
+        held = None if full else slot.known.get(token)
+        blacklist = None
+        if written is not None:
+            with self._lock:
+                before = None if held is None else self._blacklists[session].get(held)
+            blacklist = written.since(before)
+        slot.remember(token, "" if written is None else written.digest)
+        send = evidence if full or task not in slot.known else None
+        if task is not None:
+            slot.remember(task, True)
+        return Ask(
+            token=token,
+            session=bare if held is None else None,
+            columns=columns_fields(what.columns),
+            scored=(what.scored.start, what.scored.stop),
+            covered=tuple((index[entry.sub_query_id], entry.depth_weight) for entry in state.coverage),
+            remaining=tuple(index[item.id] for item in state.residual),
+            packed=tuple(state.packed) if needs_packed(session) else (),
+            blacklist=blacklist,
+            task=task,
+            evidence=send,
+        )
+
+    def _facts(
+        self, window: _Window, answers: Mapping[str, list[Answer]], chosen: Sequence[Merged]
+    ) -> dict[int, Fact] | None:
+        """The facts of all that was chosen, by sequence; None where another shard had to be given up."""
+        wanted: dict[str, set[int]] = {}
+        names = list(answers)
+        for merge in chosen:
+            for shard, number in zip(merge.shard.tolist(), merge.sequence.tolist(), strict=True):
+                wanted.setdefault(names[shard], set()).add(number)
+        numbers = {name: np.array(sorted(some), np.int64) for name, some in wanted.items()}
+        parts = window.ask("numbered", lambda group: lambda slot, full: (numbers[group.name],), groups=list(numbers))
+        if len(parts) < len(numbers):
+            return None
+        return {fact.sequence: fact for part in parts.values() for fact in part}
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """A blacklist, named by its digest; hashes: of a guard that only keeps hashes."""
+
+    guard: NGramGuard
+    generation: Any
+    digest: str
+    hashes: NDArray[np.uint64] | None
+
+    @classmethod
+    def of(cls, guard: NGramGuard) -> _Written:
+        generation = guard.generation
+        if guard.exact or guard.max_ngrams is not None:
+            return cls(guard, generation, digest_of(guard), None)
+        hashes = guard.hashes
+        return cls(guard, generation, digest_of_hashes(hashes), hashes)
+
+    def since(self, held: _Written | None) -> Blacklist:
+        """What a replica that holds another state is to be sent."""
+        if held is not None and held.digest == self.digest:
+            return Blacklist(self.digest)
+        if held is not None and held.hashes is not None and self.hashes is not None:
+            new = np.setdiff1d(self.hashes, held.hashes, assume_unique=True)
+            if len(held.hashes) + len(new) == len(self.hashes):
+                return Blacklist(self.digest, held.digest, new)
+        return Blacklist(self.digest, state=self.guard.state())
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """The k best of several answers, best first; shard: the position of each one's answer."""
+
+    shard: Int64
+    sequence: Int64
+    arrays: dict[str, NDArray[Any] | None]
+    answers: list[Answer]
+
+
+def merged(answers: list[Answer], k: int | None) -> Merged:
+    """The k best of these answers of different shards: by score, then sequence."""
+    sequence = np.concatenate([np.zeros(0, np.int64), *(answer.sequence for answer in answers)])
+    shard = np.repeat(np.arange(len(answers)), [len(answer.sequence) for answer in answers])
+    arrays: dict[str, NDArray[Any] | None] = {}
+    for name in ARRAYS:
+        parts = [answer.arrays[name] for answer in answers]
+        arrays[name] = np.concatenate(parts) if parts and parts[0] is not None else None  # type: ignore[arg-type]  # all are there or none is
+    score = arrays["score"]
+    order = np.zeros(0, np.int64) if score is None else best_first(score, sequence, k)
+    chosen = {name: None if values is None else values[order] for name, values in arrays.items()}
+    return Merged(shard[order], sequence[order], chosen, answers)
+
+
+def _ranking(
+    window: _Window,
+    session: Session,
+    state: SessionState,
+    what: Asked,
+    merge: Merged,
+    facts: Mapping[int, Fact],
+    k: int | None,
+) -> Ranking:
+    passed = sum(answer.passed for answer in merge.answers)
+    if k is not None and passed < k:
+        session.warn_of_gate(passed, window.snapshot.facts, k)
+    arrays: dict[str, Any] = dict(merge.arrays)
+    if not merge.answers:
+        none = {name: np.zeros(0) for name in ARRAYS}
+        arrays = {**none, "ngram_overlap": np.zeros(0, np.int32), "by_sub_query": None}
+    extra: dict[str, Any] = {}
+    if session.calibrated is not None:
+        new = sum(answer.new for answer in merge.answers)
+        need = what.columns.weight[what.scored]
+        if arrays["by_sub_query"] is None:
+            arrays["by_sub_query"] = np.zeros((0, len(need)))
+        extra = {
+            "new_share": new / passed if passed else None,
+            "need": tuple(need.tolist()),
+            "feedback": what.feedback,
+        }
+    return Ranking(
+        facts=tuple(facts[number] for number in merge.sequence.tolist()),
+        qualified=sum(answer.qualified for answer in merge.answers),
+        guard_activations=sum(answer.activations for answer in merge.answers),
+        coverage_depth=len(state.coverage),
+        store_version=window.snapshot.version,
+        complete=not window.missing,
+        missing_shards=tuple(sorted(window.missing)),
+        **arrays,
+        **extra,
+    )
+
+
+def _valid(answers: list[Answer], k: int | None, digests: Sequence[str | None]) -> bool:
+    """Whether these can be a shard's answers: finite numbers in order, of the blacklists that were meant."""
+    for answer, digest in zip(answers, digests, strict=True):
+        sequence, count = answer.sequence, len(answer.sequence)
+        if answer.digest != digest or (k is not None and count > k) or not count <= answer.qualified <= answer.passed:
+            return False
+        for name in ARRAYS:
+            values = answer.arrays[name]
+            if values is not None and (len(values) != count or not np.isfinite(values).all()):
+                return False
+        score = answer.arrays["score"]
+        assert score is not None
+        if (np.diff(score) > 0.0).any() or (np.diff(sequence)[np.diff(score) == 0.0] <= 0).any():
+            return False
+    return True
+
+
+def _finite_best(found: list[tuple[Float64, Int64, list[str], Float64]]) -> bool:
+    return all(bool(np.isfinite(values).all() and np.isfinite(vectors).all()) for values, _, _, vectors in found)
+
+
+def _stacked(vectors: Sequence[Float64], dim: int) -> Float64:
+    return np.stack(vectors) if vectors else np.zeros((0, dim))

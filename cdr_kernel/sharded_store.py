@@ -1,0 +1,555 @@
+"""Facts in shards as one store: added, removed, saved and spread over more shards, with one version for all.
+
+`sharded` ranks them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from cdr_kernel.arrays import Int64
+from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
+from cdr_kernel.ngram import HashKey, Tokenizer
+from cdr_kernel.partition import (
+    CHUNK,
+    check_by,
+    check_shards,
+    empty_store,
+    facts_in,
+    keys_of,
+    manifest_of,
+    open_shard,
+    owners,
+    parts_of,
+    save_partition,
+    shard_names,
+)
+from cdr_kernel.shard import Change, Reply, Request, Shard
+from cdr_kernel.store import Added, Fact, FactStore
+
+_ATTEMPTS = 100
+
+
+class ShardsMissing(TimeoutError):
+    """Shards that did not answer in time, by name."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(sorted(names))
+        super().__init__(f"no answer in time from {', '.join(self.names)}")
+
+
+class ThreadReplica:
+    """A shard in this process, asked by the threads of a pool.
+
+    open: gives the shard; called again by ``restart``.
+    """
+
+    def __init__(self, open: Callable[[], Shard], pool: ThreadPoolExecutor) -> None:
+        self._open = open
+        self._pool = pool
+        self._shard = open()
+
+    def submit(self, request: Request) -> Future[Reply]:
+        """Ask the shard."""
+        return self._pool.submit(self._answer, request)
+
+    def _answer(self, request: Request) -> Reply:
+        return self._shard.answer(request)
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether the request may be asked again."""
+        return isinstance(error, ReplicaLost)
+
+    def restart(self) -> None:
+        """Open the shard again."""
+        self._shard = self._open()
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """One version of the facts of all shards: `version` counts changes as a store does, `versions` those of shards."""
+
+    version: int
+    facts: int
+    groups: tuple[Group, ...]
+    versions: tuple[int, ...]
+
+    @cached_property
+    def cache(self) -> dict[str, Any]:
+        """What was found out about this version."""
+        return {}
+
+
+class ShardedStore:
+    """Facts in shards: what `FactStore` does, with one sequence of numbers and one version for all.
+
+    Made by ``split``, ``open`` and ``ray_shards.open_on_ray``. timeout, hedge_after, max_in_flight: see `calls.Limits`;
+    they hold for rankings too. Changes take turns and are seen by the next ranking; a ranking reads one version. Where
+    replicas can be lost, changes since the last ``save`` are remembered here, and replicas that missed some are told.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[str], Sequence[Replica]],
+        like: FactStore,
+        versions: Mapping[str, int],
+        *,
+        by: str,
+        home: Path | None = None,
+        next_sequence: int = 0,
+        version: int = 0,
+        facts: int | None = None,
+        limits: Limits | None = None,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self.by = check_by(by)
+        self.limits = limits or Limits()
+        self.counts = Counts()
+        self.home = home
+        self._start = start
+        self._like = like
+        self._pool = pool
+        self._lock = threading.RLock()
+        self._next_sequence = next_sequence
+        groups = tuple(Group(name, start(name), v, keep=home is not None) for name, v in versions.items())
+        self._snapshot = Snapshot(version, 0, groups, tuple(group.version for group in groups))
+        if facts is None:
+            facts = sum(self._ask("applied"))
+        self._snapshot = Snapshot(version, facts, groups, self._snapshot.versions)
+
+    @classmethod
+    def split(
+        cls,
+        store: FactStore,
+        *,
+        shards: int,
+        by: str = "source",
+        timeout: float = 600.0,
+        hedge_after: float | None = None,
+        max_in_flight: int = 64,
+    ) -> ShardedStore:
+        """The facts of a store in so many shards of this process; the store itself is not used any more.
+
+        by: "source" keeps all facts of one source in one shard, "id" spreads them evenly.
+        """
+        limits = Limits(timeout, hedge_after, max_in_flight)
+        names = shard_names(check_shards(shards))
+        view = store.view()
+        ready = {name: Shard(part) for name, part in parts_of(store, names, check_by(by))}
+        pool = _threads(len(names))
+
+        def start(name: str) -> list[Replica]:
+            shard = ready.pop(name) if name in ready else Shard(store.empty())
+            return [ThreadReplica(lambda: shard, pool)]
+
+        return cls(
+            start,
+            store.empty(),
+            dict.fromkeys(names, 0),
+            by=by,
+            next_sequence=store.next_sequence,
+            version=view.version,
+            facts=len(view),
+            limits=limits,
+            pool=pool,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        home: str | os.PathLike[str],
+        *,
+        replicas: int = 1,
+        tokenizer: Tokenizer | None = None,
+        hash_key: HashKey | None = None,
+        timeout: float = 600.0,
+        hedge_after: float | None = None,
+        max_in_flight: int = 64,
+    ) -> ShardedStore:
+        """The shards that `partition` or ``save`` wrote, mapped into this process.
+
+        Raises FileNotFoundError and ValueError as ``FactStore.load``.
+        """
+        manifest = manifest_of(home)
+        pool = _threads(len(manifest["shards"]))
+
+        def opened(name: str) -> Shard:
+            return Shard(*open_shard(home, name, tokenizer=tokenizer, hash_key=hash_key))
+
+        def start(name: str) -> list[Replica]:
+            return [ThreadReplica(lambda: opened(name), pool) for _ in range(replicas)]
+
+        return cls.of_manifest(
+            home,
+            manifest,
+            start,
+            tokenizer=tokenizer,
+            hash_key=hash_key,
+            limits=Limits(timeout, hedge_after, max_in_flight),
+            pool=pool,
+        )
+
+    @classmethod
+    def of_manifest(
+        cls,
+        home: str | os.PathLike[str],
+        manifest: Mapping[str, Any],
+        start: Callable[[str], Sequence[Replica]],
+        *,
+        tokenizer: Tokenizer | None,
+        hash_key: HashKey | None,
+        limits: Limits,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> ShardedStore:
+        """A partition whose replicas `start` starts, by shard."""
+        return cls(
+            start,
+            empty_store(manifest, tokenizer=tokenizer, hash_key=hash_key),
+            manifest["shards"],
+            by=manifest["by"],
+            home=Path(home),
+            next_sequence=manifest["next_sequence"],
+            version=manifest["store_version"],
+            facts=manifest["facts"],
+            limits=limits,
+            pool=pool,
+        )
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self._like.dim
+
+    @property
+    def embedding_model(self) -> str:
+        """The model of the embeddings (§2.5)."""
+        return self._like.embedding_model
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the embeddings, as they are stored."""
+        return self._like.dtype
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer of the texts."""
+        return self._like.tokenizer_name
+
+    @property
+    def key_fingerprint(self) -> str:
+        """16 hexadecimal digits that tell one `hash_key` from another."""
+        return self._like.key_fingerprint
+
+    @property
+    def version(self) -> int:
+        """Grows with every change."""
+        return self._snapshot.version
+
+    @property
+    def shards(self) -> list[str]:
+        """Names of the shards."""
+        return [group.name for group in self._snapshot.groups]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The shards with their replicas."""
+        return self._snapshot.groups
+
+    def snapshot(self) -> Snapshot:
+        """The version that a ranking would read now."""
+        return self._snapshot
+
+    def __len__(self) -> int:
+        return self._snapshot.facts
+
+    def __contains__(self, fact_id: object) -> bool:
+        return isinstance(fact_id, str) and bool(self._find([fact_id]))
+
+    def __repr__(self) -> str:
+        return f"ShardedStore({len(self)} facts in {len(self.shards)} shards, dim={self.dim}, version={self.version})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the replicas."""
+        for group in self._snapshot.groups:
+            for slot in group.slots:
+                slot.replica.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids in order of their sequence."""
+        parts = self._ask("ids")
+        sequence = np.concatenate([numbers for numbers, _ in parts])
+        ids = [id for _, some in parts for id in some]
+        return [ids[i] for i in np.argsort(sequence).tolist()]
+
+    def get(self, ids: Iterable[str]) -> list[Fact]:
+        """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
+        wanted = _names(ids)
+        found = {fact.id: fact for part in self._ask("get", (tuple(wanted),)) for fact in part}
+        missing = [i for i in wanted if i not in found]
+        if missing:
+            raise KeyError(f"ids: {_few(missing)} not in the store")
+        return [found[i] for i in wanted]
+
+    def add(self, ids: Sequence[str], texts: Sequence[str], embeddings: Any, **keywords: Any) -> Added:
+        """As ``FactStore.add``: nothing is added after an error. Raises ShardsMissing where a shard that may hold one
+        of the ids cannot be asked."""
+        return self._put(ids, texts, embeddings, keywords, replace=False)
+
+    def upsert(self, ids: Sequence[str], texts: Sequence[str], embeddings: Any, **keywords: Any) -> Added:
+        """As ``FactStore.upsert``; a fact whose source changes may change its shard."""
+        return self._put(ids, texts, embeddings, keywords, replace=True)
+
+    def _put(
+        self, ids: Sequence[str], texts: Sequence[str], embeddings: Any, keywords: dict[str, Any], *, replace: bool
+    ) -> Added:
+        checked = self._like.empty()
+        added = checked.add(ids, texts, embeddings, **keywords)
+        view = checked.view()
+        names = view.ids
+        with self._lock:
+            present = self._find(names)
+            if present and not replace:
+                raise ValueError(
+                    f"ids: {_few([i for i in names if i in present])} in the store already (upsert replaces)"
+                )
+            if not names:
+                return added
+            sequence = view.sequence + self._next_sequence if "sequence" not in keywords else view.sequence
+            if sequence[0] < self._next_sequence:
+                raise ValueError(f"sequence: expected at least {self._next_sequence}, got {sequence[0]}")
+            rows = np.arange(len(names))
+            owner = owners(keys_of(names, view.sources(rows.tolist()), self.by), self.shards)
+            changes = {}
+            for i, group in enumerate(self._snapshot.groups):
+                here, old = rows[owner == i], tuple(id for id in names if present.get(id) == group.name)
+                if len(here) or old:
+                    facts = {**facts_in(view, here), "sequence": sequence[here]} if len(here) else None
+                    changes[group.name] = Change(old, facts)
+            self._next_sequence = int(sequence[-1]) + 1
+            self._commit(changes, len(names) - len(present))
+        return added
+
+    def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
+        """As ``FactStore.remove``."""
+        if missing not in ("raise", "ignore"):
+            raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
+        wanted = list(dict.fromkeys(_names(ids)))
+        with self._lock:
+            present = self._find(wanted)
+            absent = [i for i in wanted if i not in present]
+            if absent and missing == "raise":
+                raise KeyError(f"ids: {_few(absent)} not in the store")
+            changes: dict[str, Change] = {}
+            for group in self._snapshot.groups:
+                gone = tuple(id for id in wanted if present.get(id) == group.name)
+                if gone:
+                    changes[group.name] = Change(gone)
+            if changes:
+                self._commit(changes, -len(present))
+        return len(present)
+
+    def compact(self) -> int:
+        """As ``FactStore.compact``."""
+        with self._lock:
+            removed = dict(zip(self.shards, self._ask("removed"), strict=True))
+            changes = {name: Change(compact=True) for name, count in removed.items() if count}
+            if changes:
+                self._commit(changes, 0)
+        return sum(removed.values())
+
+    def save(self, home: str | os.PathLike[str] | None = None) -> None:
+        """Write all shards to the folder they were opened from, or another one, as a partition.
+
+        Whoever opens it finds the old shards or the new ones. Replicas elsewhere write their own shards, so the folder
+        must be one that they all see. Changes made before it need not be remembered any more.
+        """
+        with self._lock:
+            folder = self.home if home is None else Path(home)
+            if folder is None:
+                raise ValueError("home: expected a folder, the store was not opened from one")
+            now = self._snapshot
+
+            def write(data: Path) -> None:
+                calls = [
+                    Call(g, "save", v, lambda slot, full, g=g: (str(data / g.name),))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+                    for g, v in zip(now.groups, now.versions, strict=True)
+                ]
+                self._complete(calls)
+
+            versions = dict(zip(self.shards, now.versions, strict=True))
+            save_partition(
+                folder,
+                self._like,
+                versions,
+                self.by,
+                write,
+                facts=now.facts,
+                version=now.version,
+                next_sequence=self._next_sequence,
+            )
+            if folder == self.home:
+                for group in now.groups:
+                    group.trim(group.version)
+
+    def add_shards(self, count: int = 1) -> int:
+        """Add so many empty shards and move to them what belongs there; returns how many facts moved.
+
+        Rankings go on meanwhile, on the old shards until all has moved. A store that was opened from a folder is saved
+        afterwards.
+        """
+        with self._lock:
+            count = check_shards(count)
+            before = self._snapshot
+            added = shard_names(count, start=1 + max(int(name.rsplit("-", 1)[1]) for name in self.shards))
+            names = (*self.shards, *added)
+            leaving = self._ask_each("leaving", lambda group: (group.name, names, self.by))
+            groups = [Group(name, self._start(name), 0, keep=self.home is not None) for name in added]
+            changes: dict[str, Change] = {}
+            moved = 0
+            for group in groups:
+                there = [part.get(group.name, np.zeros(0, np.int64)) for part in leaving]
+                numbers = np.sort(np.concatenate(there))
+                moved += len(numbers)
+                for start in range(0, len(numbers), CHUNK):
+                    group.append(Change(facts=self._collected(numbers[start : start + CHUNK], there)))
+                    self._told([group])
+            for group, version, parts in zip(before.groups, before.versions, leaving, strict=True):
+                if parts:
+                    ids = self._ask_one(group, version, "names", (np.concatenate(list(parts.values())),))
+                    changes[group.name] = Change(tuple(ids))
+            self._commit(changes, 0, added=groups, step=0)  # the facts are the same
+            if self.home is not None:
+                self.save()
+        return moved
+
+    def _collected(self, numbers: Int64, there: list[Int64]) -> dict[str, Any]:
+        """The facts of these sequence numbers from all shards, in order."""
+        now = self._snapshot
+        parts = []
+        for group, version, here in zip(now.groups, now.versions, there, strict=True):
+            some = np.intersect1d(here, numbers)
+            if len(some):
+                parts.append(self._ask_one(group, version, "take", (some,)))
+        order = np.argsort(np.concatenate([part["sequence"] for part in parts]))
+        out: dict[str, Any] = {}
+        for name in parts[0]:
+            if isinstance(parts[0][name], np.ndarray):
+                out[name] = np.concatenate([part[name] for part in parts])[order]
+            else:
+                values = [value for part in parts for value in part[name]]
+                out[name] = [values[i] for i in order.tolist()]
+        return out
+
+    def _commit(self, changes: Mapping[str, Change], more: int, *, added: Sequence[Group] = (), step: int = 1) -> None:
+        """Decide on these changes and tell all replicas; those that do not hear of it in time are told later."""
+        now = self._snapshot
+        changed = [group for group in now.groups if group.name in changes]
+        for group in changed:
+            group.append(changes[group.name])
+        groups = (*now.groups, *added)
+        versions = tuple(group.version for group in groups)
+        try:
+            self._told(changed)
+        finally:
+            self._snapshot = Snapshot(now.version + step, now.facts + more, groups, versions)
+
+    def _told(self, groups: Sequence[Group]) -> None:
+        calls = [
+            Call(group, "applied", group.version, _no_arguments, only=slot) for group in groups for slot in group.slots
+        ]
+        ask_all(calls, time.monotonic() + self.limits.timeout, self.limits, self.counts)
+        for group in groups:
+            if not group.keep:
+                group.trim(min(slot.version for slot in group.slots))
+
+    def _find(self, ids: Sequence[str]) -> dict[str, str]:
+        """The shard of each of these ids that is there."""
+        if not ids:
+            return {}
+        if self.by == "id":
+            owner = owners(keys_of(ids, [None] * len(ids), self.by), self.shards)
+            own = {
+                name: tuple(ids[j] for j in np.flatnonzero(owner == i).tolist()) for i, name in enumerate(self.shards)
+            }
+            asked = [group for group in self._snapshot.groups if own[group.name]]
+            found = self._ask_each("find", lambda group: (own[group.name],), asked)
+        else:
+            asked = list(self._snapshot.groups)
+            found = self._ask_each("find", lambda group: (tuple(ids),))
+        return {id: group.name for group, part in zip(asked, found, strict=True) for id in part}
+
+    def _ask(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return self._ask_each(method, lambda group: args)
+
+    def _ask_each(
+        self, method: str, args: Callable[[Group], tuple[Any, ...]], groups: Sequence[Group] | None = None
+    ) -> list[Any]:
+        """What each shard says, all of them or ShardsMissing."""
+        for _ in range(_ATTEMPTS):
+            now = self._snapshot
+            calls = []
+            for group, version in zip(now.groups, now.versions, strict=True):
+                if groups is None or group in groups:
+                    given = args(group)
+                    calls.append(Call(group, method, version, lambda slot, full, given=given: given))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            try:
+                return self._complete(calls)
+            except Superseded:
+                continue
+        raise Superseded(f"{_ATTEMPTS} versions went by before the shards answered")
+
+    def _ask_one(self, group: Group, version: int, method: str, args: tuple[Any, ...]) -> Any:
+        return self._complete([Call(group, method, version, lambda slot, full: args)])[0]
+
+    def _complete(self, calls: Sequence[Call]) -> list[Any]:
+        missing = ask_all(calls, time.monotonic() + self.limits.timeout, self.limits, self.counts)
+        if missing:
+            raise ShardsMissing(call.group.name for call in missing)
+        return [call.value for call in calls]
+
+
+def _no_arguments(slot: Slot, full: bool) -> tuple[Any, ...]:
+    return ()
+
+
+def _threads(shards: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(2, min(shards, os.cpu_count() or 1)), thread_name_prefix="cdr-shard")
+
+
+def _names(ids: Iterable[str]) -> list[str]:
+    if isinstance(ids, str | bytes):
+        raise TypeError(f"ids: expected a sequence of str, got one {type(ids).__name__}")
+    out = list(ids)
+    for i, id in enumerate(out):
+        if not isinstance(id, str):
+            raise TypeError(f"ids: expected str, got {type(id).__name__} at {i}")
+    return out
+
+
+def _few(ids: Sequence[str]) -> str:
+    return ", ".join(repr(i) for i in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

@@ -1,0 +1,696 @@
+"""Shards against one store: the same ids, order, scores and breakdown, to the last bit."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdr_kernel import (
+    EmbeddingModelMismatch,
+    FactStore,
+    NGramGuard,
+    Retriever,
+    Session,
+    SubQuery,
+    WindowReport,
+    cdr_rank,
+    pack_facts,
+    rank_many,
+    run_windows,
+)
+from cdr_kernel.calls import Limits, ReplicaLost
+from cdr_kernel.partition import manifest_of, open_shard, owners, partition
+from cdr_kernel.shard import ARRAYS, Answer, Change, Reply, Request, Shard
+from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
+from cdr_kernel.sharded_store import ThreadReplica
+
+MODEL = "toy"
+DIM = 5
+WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network", "restarts", "every", "node")
+
+
+def facts(r, n, start=0, dim=DIM):
+    """Keywords of an add: few directions, so that many scores tie; some facts in documents, some alone."""
+    axes = r.standard_normal((4, dim)) + 0.5
+    rows = np.where(r.random((n, 1)) < 0.5, axes[r.integers(0, 4, n)], r.standard_normal((n, dim)) + 0.5)
+    return {
+        "ids": [f"f{start + i}" for i in range(n)],
+        "texts": [" ".join(r.choice(WORDS, r.integers(0, 14))) for _ in range(n)],
+        "embeddings": rows,
+        "importance": r.choice([0.0, 0.5, 1.0, 1.0, 2.0], n),
+        "source": [None if r.random() < 0.2 else f"s{r.integers(0, 1 + n // 4)}" for _ in range(n)],
+        "position": [None if r.random() < 0.1 else int(r.integers(0, 6)) for _ in range(n)],
+    }
+
+
+def store_of(r, n, dim=DIM):
+    store = FactStore(dim, embedding_model=MODEL)
+    store.add(**facts(r, n, dim=dim))
+    return store
+
+
+def items_of(r, count=3, dim=DIM):
+    return [
+        SubQuery(f"q{j}", f"Q{j}", " ".join(r.choice(WORDS, 3)), r.standard_normal(dim) + 0.5) for j in range(count)
+    ]
+
+
+def same(ranking, truth):
+    assert ranking.ids == truth.ids
+    assert ranking.facts == truth.facts
+    for name in ARRAYS:
+        a, b = getattr(ranking, name), getattr(truth, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.dtype == b.dtype, name
+            assert a.shape == b.shape, name
+            assert a.tobytes() == b.tobytes(), name
+    for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "new_share", "need"):
+        assert getattr(ranking, name) == getattr(truth, name), name
+    assert (ranking.feedback is None) == (truth.feedback is None)
+    if truth.feedback is not None:
+        assert ranking.feedback.fact_ids == truth.feedback.fact_ids
+        assert ranking.feedback.direction.tobytes() == truth.feedback.direction.tobytes()
+    assert ranking.complete
+    assert ranking.missing_shards == ()
+
+
+def change(r, store, sharded, start):
+    """The same change of both; returns the first number that is free for ids."""
+    what = r.choice(["nothing", "add", "remove", "upsert", "compact"])
+    ids = store.ids
+    some = [str(i) for i in r.choice(ids, min(len(ids), 3), replace=False)] if ids else []
+    if what == "add":
+        more = facts(r, int(r.integers(1, 9)), start)
+        assert store.add(**more) == sharded.add(**more)
+        start += 9
+    elif what == "remove" and some:
+        assert store.remove(some) == sharded.remove(some)
+    elif what == "upsert" and some:
+        more = facts(r, len(some) + 1, start)
+        more["ids"] = [*some, f"f{start}"]
+        assert store.upsert(**more) == sharded.upsert(**more)
+        start += 1
+    elif what == "compact":
+        assert store.compact() == sharded.compact()
+    assert sharded.version == store.version
+    assert len(sharded) == len(store)
+    return start
+
+
+SPEC = st.fixed_dictionaries(
+    {
+        "min_relevance": st.sampled_from([-1.0, 0.2, 0.55, 0.9]),
+        "first_window_pull": st.booleans(),
+        "clamp_novelty": st.booleans(),
+        "exclude_packed": st.booleans(),
+        "guard": st.sampled_from(["none", "hashes", "exact", "bounded"]),
+    }
+)
+CALIBRATED = st.fixed_dictionaries(
+    {
+        "mode": st.just("calibrated"),
+        "gate": st.sampled_from([-9.0, 0.0, 0.7]),
+        "gate_on": st.sampled_from(["best", "query"]),
+        "lexical_weight": st.sampled_from([0.0, 0.25]),
+        "feedback_weight": st.sampled_from([0.0, 0.4]),
+        "source_weight": st.sampled_from([0.0, 0.4]),
+        "packed_penalty": st.sampled_from([0.0, 0.5, 1.0]),
+        "centred_coverage": st.booleans(),
+        "guard": st.sampled_from(["none", "hashes"]),
+    }
+)
+
+
+def session_of(items, keywords):
+    guards = {
+        "none": lambda: False,
+        "hashes": lambda: NGramGuard(2),
+        "exact": lambda: NGramGuard(2, exact=True),
+        "bounded": lambda: NGramGuard(2, max_ngrams=12),
+    }
+    keywords = {**keywords, "guard": guards[keywords["guard"]]()}
+    if keywords.get("source_weight"):
+        keywords["feedback_weight"] = 0.0
+    return Session(items, embedding_model=MODEL, **keywords)
+
+
+@settings(derandomize=True, deadline=None, max_examples=120)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.sampled_from([0, 1, 7, 60]),
+    shards=st.integers(1, 9),
+    k=st.sampled_from([None, 0, 1, 3, 100]),
+    keywords=st.one_of(SPEC, CALIBRATED),
+    factors=st.sampled_from([None, "mapping", "array"]),
+)
+def test_windows_are_those_of_one_store(seed, n, shards, k, keywords, factors):
+    r = np.random.default_rng(seed)
+    store, items, query = store_of(r, n), items_of(r), r.standard_normal(DIM) + 0.5
+    store.remove([id for i, id in enumerate(store.ids) if i % 13 == 12])
+    store.compact()
+    with ShardedStore.split(store, shards=shards) as sharded:
+        assert sharded.ids == store.ids
+        session, retriever, elsewhere = session_of(items, keywords), Retriever(store), ShardedRetriever(sharded)
+        start = 1000
+        for _ in range(4):
+            multiplier = None
+            if factors == "mapping":
+                multiplier = dict.fromkeys(store.ids[::3], 0.5)
+            elif factors == "array":
+                multiplier = r.choice([0.0, 0.5, 1.0], len(store))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # few facts reach the gate
+                truth = cdr_rank(query, retriever, session, k=k, multiplier=multiplier)
+                ranking = cdr_rank(query, elsewhere, session, k=k, multiplier=multiplier)
+            same(ranking, truth)
+            envelope = pack_facts(truth, 4, count_tokens=lambda text: 1)
+            j = int(r.integers(len(items)))
+            report = WindowReport(0.5, (f"q{j}",), {f"q{j}": float(r.choice([0.0, 0.3, 0.9]))}, embedding_model=MODEL)
+            session.update(report, envelope.text, envelope=envelope)
+            start = change(r, store, sharded, start)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 2**32 - 1), shards=st.integers(1, 9))
+def test_several_sessions_at_once(seed, shards):
+    r = np.random.default_rng(seed)
+    store = store_of(r, 50)
+    sessions = [
+        Session(items_of(r), embedding_model=MODEL, min_relevance=0.1),
+        Session(items_of(r), embedding_model=MODEL, mode="calibrated", gate=0.3),
+        Session(items_of(r), embedding_model=MODEL, exclude_packed=True),
+    ]
+    queries = r.standard_normal((3, DIM)) + 0.5
+    with ShardedStore.split(store, shards=shards, by="id") as sharded:
+        elsewhere = ShardedRetriever(sharded)
+        for _ in range(2):
+            truth = rank_many(queries, Retriever(store), sessions)
+            for a, b in zip(rank_many(queries, elsewhere, sessions), truth, strict=True):
+                same(a, b)
+            for session, ranking in zip(sessions, truth, strict=True):
+                envelope = pack_facts(ranking, 3, count_tokens=lambda text: 1)
+                session.update(WindowReport(0.1, ("q1",), embedding_model=MODEL), envelope.text, envelope=envelope)
+
+
+@pytest.fixture
+def world(tmp_path):
+    r = np.random.default_rng(7)
+    store_of(r, 80).save(tmp_path / "store")
+    return FactStore.load(tmp_path / "store"), items_of(r), r.standard_normal(DIM) + 0.5
+
+
+def spec(items, **keywords):
+    return Session(items, embedding_model=MODEL, **{"min_relevance": 0.3, **keywords})
+
+
+def calibrated(items, **keywords):
+    return Session(items, embedding_model=MODEL, mode="calibrated", gate=0.0, **keywords)
+
+
+def written(session, ranking, text=None):
+    envelope = pack_facts(ranking, 3, count_tokens=lambda text: 1)
+    report = WindowReport(0.2, ("q1",), embedding_model=MODEL)
+    session.update(report, envelope.text if text is None else text, envelope=envelope)
+
+
+def test_run_windows_is_the_same_loop(world):
+    store, items, query = world
+    seen = []
+    with ShardedStore.split(store, shards=3) as sharded:
+        for retriever in (Retriever(store), ShardedRetriever(sharded)):
+            for session in (spec(items, max_windows=3), calibrated(items, max_windows=3)):
+                windows = run_windows(
+                    lambda prompt: prompt.envelope.text,
+                    query,
+                    retriever,
+                    session,
+                    token_budget=60,
+                    k=5,
+                    assess=lambda output: WindowReport(0.1, ("q0",)),
+                )
+                seen.append([(w.headers, w.exit, w.envelope.ranking.ids, w.prompt.anchor) for w in windows])
+    assert seen[:2] == seen[2:]
+    assert len(seen[0]) == 3
+
+
+def test_a_partition_on_disk(world, tmp_path):
+    store, items, query = world
+    partition(tmp_path / "store", tmp_path / "shards", shards=4)
+    truth = cdr_rank(query, Retriever(store), spec(items))
+    with ShardedStore.open(tmp_path / "shards") as sharded:
+        assert sharded.shards == ["shard-0", "shard-1", "shard-2", "shard-3"]
+        ranking = cdr_rank(query, ShardedRetriever(sharded), spec(items))
+        assert (ranking.ids, ranking.score.tobytes()) == (truth.ids, truth.score.tobytes())
+        more = facts(np.random.default_rng(1), 5, 500)
+        sharded.add(**more)
+        store.add(**more)
+        sharded.remove(["f3"])
+        store.remove(["f3"])
+        assert manifest_of(tmp_path / "shards")["facts"] == 80
+        sharded.save()
+        assert all(group.base == group.version for group in sharded.groups)
+        sharded.save(tmp_path / "copy")
+    for home in ("shards", "copy"):
+        with ShardedStore.open(tmp_path / home) as again:
+            assert again.ids == store.ids
+            assert again.version == 2
+            assert [f.sequence for f in again.get(["f500", "f0"])] == [80, 0]
+            again.add(["new"], ["x"], [query])
+            assert again.get(["new"])[0].sequence == 85
+
+
+def test_sources_stay_together_and_ids_spread(world):
+    store, _, _ = world
+    for by in ("source", "id"):
+        with ShardedStore.split(store, shards=5, by=by) as sharded:
+            places = {}
+            for group in sharded.groups:
+                shard = group.slots[0].replica._shard
+                for fact in shard.store.get(shard.store.ids):
+                    places.setdefault(fact.source, set()).add(group.name)
+            places.pop(None)
+            assert all(len(names) == 1 for names in places.values()) == (by == "source")
+
+
+def test_owners_move_only_to_what_was_added():
+    keys = [f"k{i}" for i in range(20000)]
+    four, five = owners(keys, list("abcd")), owners(keys, list("abcde"))
+    assert set(five[four != five]) == {4}
+    assert np.bincount(five).min() > 3700
+    assert owners(keys[:5], list("abcd")).tolist() == [1, 3, 0, 0, 1]  # written down: what is on disk depends on it
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_shards_are_added(world, tmp_path, on_disk):
+    store, items, query = world
+    if on_disk:
+        partition(store, tmp_path / "p", shards=2)
+    with ShardedStore.open(tmp_path / "p") if on_disk else ShardedStore.split(store, shards=2) as sharded:
+        retriever, sessions = ShardedRetriever(sharded), [spec(items), calibrated(items, source_weight=0.4)]
+        for session in sessions:
+            written(session, cdr_rank(query, Retriever(store), session))
+        before = [cdr_rank(query, retriever, session) for session in sessions]
+        version = sharded.version
+        moved = sharded.add_shards(3)
+        assert sharded.shards == [f"shard-{i}" for i in range(5)]
+        assert 0 < moved < 80
+        assert sharded.version == version
+        assert sharded.ids == store.ids
+        for session, ranking in zip(sessions, before, strict=True):
+            same(cdr_rank(query, retriever, session), ranking)
+        more = facts(np.random.default_rng(1), 20, 500)
+        store.add(**more)
+        sharded.add(**more)
+        for session in sessions:
+            same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
+        sizes = [len(group.slots[0].replica._shard.store) for group in sharded.groups]
+        assert sum(sizes) == 100
+        assert all(sizes[2:])
+    if on_disk:
+        with ShardedStore.open(tmp_path / "p") as again:
+            assert len(again.shards) == 5
+            assert set(store.ids) - set(again.ids) == set(more["ids"])  # added after the save
+
+
+class Lost(ThreadReplica):
+    """A replica whose answers a test may take over: before(request) may raise or wait, after(request, reply) change."""
+
+    before = staticmethod(lambda request: None)
+    after = staticmethod(lambda request, reply: reply)
+    restarts = 0
+
+    def _answer(self, request):
+        self.before(request)
+        return self.after(request, super()._answer(request))
+
+    def restart(self):
+        self.restarts += 1
+        super().restart()
+
+
+@pytest.fixture
+def faulty(world, tmp_path):
+    """A store of three shards with two replicas each, whose requests may fail."""
+    store, _, _ = world
+    home = tmp_path / "p"
+    partition(store, home, shards=3)
+    pool = ThreadPoolExecutor(8)
+
+    def start(name):
+        return [Lost(lambda: Shard(*open_shard(home, name)), pool) for _ in range(2)]
+
+    sharded = ShardedStore.of_manifest(
+        home, manifest_of(home), start, tokenizer=None, hash_key=None, limits=Limits(timeout=5.0), pool=pool
+    )
+    yield sharded
+    sharded.close()
+
+
+def replicas(sharded, shard=1):
+    return [slot.replica for slot in sharded.groups[shard].slots]
+
+
+def fails(times):
+    left = [times]
+
+    def before(request):
+        if left[0]:
+            left[0] -= 1
+            raise ReplicaLost
+
+    return before
+
+
+def test_a_lost_replica_is_asked_again(world, faulty):
+    store, items, query = world
+    for replica in replicas(faulty):
+        replica.before = fails(2)
+    same(
+        cdr_rank(query, ShardedRetriever(faulty), calibrated(items)),
+        cdr_rank(query, Retriever(store), calibrated(items)),
+    )
+    assert faulty.counts.retries >= 4
+
+
+@pytest.mark.parametrize("method", ["rank", "numbered", "moments", "word_counts", "word_sums", "best"])
+def test_a_shard_that_stays_away_is_named(world, faulty, method):
+    store, items, query = world
+    faulty.limits.timeout = 1.2
+    gone = {fact.id for fact in replicas(faulty)[0]._shard.store.get(replicas(faulty)[0]._shard.store.ids)}
+
+    def before(request):
+        if request.method == method:
+            raise ReplicaLost
+
+    for replica in replicas(faulty):
+        replica.before = before
+    session = calibrated(items)
+    ranking = cdr_rank(query, ShardedRetriever(faulty), session, k=70)
+    assert not ranking.complete
+    assert ranking.missing_shards == ("shard-1",)
+    assert 0 < len(ranking) < 70
+    assert not gone & set(ranking.ids)
+    assert faulty.counts.missing >= 1
+    for replica in replicas(faulty):
+        replica.before = fails(0)
+    faulty.limits.timeout = 5.0
+    same(cdr_rank(query, ShardedRetriever(faulty), session), cdr_rank(query, Retriever(store), session))
+
+
+def test_an_incomplete_ranking_may_be_refused(world, faulty):
+    _, items, query = world
+    faulty.limits.timeout = 0.5
+    for replica in replicas(faulty):
+        replica.before = fails(10**9)
+    with pytest.raises(ShardsMissing, match="shard-1") as caught:
+        cdr_rank(query, ShardedRetriever(faulty, partial=False), spec(items))
+    assert caught.value.names == ("shard-1",)
+
+
+def test_all_shards_away(world, faulty):
+    _, items, query = world
+    faulty.limits.timeout = 0.2
+    for shard in range(3):
+        for replica in replicas(faulty, shard):
+            replica.before = fails(10**9)
+    for session in (spec(items), calibrated(items)):
+        ranking = cdr_rank(query, ShardedRetriever(faulty), session)
+        assert (len(ranking), ranking.qualified, ranking.complete) == (0, 0, False)
+        assert ranking.missing_shards == ("shard-0", "shard-1", "shard-2")
+        assert len(pack_facts(ranking, 10).facts) == 0
+    with pytest.raises(ShardsMissing):
+        faulty.add(["x"], ["x"], [query])
+    assert len(faulty) == 80
+
+
+def test_numbers_that_cannot_be_are_not_believed(world, faulty):
+    store, items, query = world
+    session = spec(items)
+
+    def broken(value):
+        score = value[0].arrays["score"].copy()
+        score[:1] = np.nan
+        return [Answer(**{**vars(value[0]), "arrays": {**value[0].arrays, "score": score}})]
+
+    for replica in replicas(faulty):
+        left = [1]
+
+        def after(request, reply, left=left):
+            if request.method == "rank" and left[0]:
+                left[0] -= 1
+                return Reply(reply.status, reply.version, broken(reply.value))
+            return reply
+
+        replica.after = after
+    same(cdr_rank(query, ShardedRetriever(faulty), session), cdr_rank(query, Retriever(store), session))
+    assert sum(replica.restarts for replica in replicas(faulty)) == 2
+
+
+def test_a_restarted_replica_is_told_what_it_missed(world, faulty):
+    store, items, query = world
+    session, retriever = spec(items), ShardedRetriever(faulty)
+    written(session, cdr_rank(query, retriever, session), "every pod node traffic network storage")
+    more = facts(np.random.default_rng(3), 12, 900)
+    for each in (store, faulty):
+        each.add(**more)
+        each.remove(["f1", "f900"])
+    truth = cdr_rank(query, Retriever(store), session)
+    same(cdr_rank(query, retriever, session), truth)
+    before = faulty.counts.resyncs
+    for shard in range(3):
+        for replica in replicas(faulty, shard):
+            ThreadReplica.restart(replica)  # forgets changes, sessions and blacklists; nobody is told
+    same(cdr_rank(query, retriever, session), truth)
+    assert faulty.counts.resyncs >= before + 3
+    written(session, truth, "the network of every node")
+    same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
+
+
+def test_an_old_blacklist_is_noticed(world, faulty):
+    store, items, query = world
+    session, retriever = spec(items, guard=NGramGuard(1)), ShardedRetriever(faulty)
+    for text in ("every pod", "node traffic"):
+        written(session, cdr_rank(query, retriever, session), text)
+        for shard in range(3):
+            for replica in replicas(faulty, shard):
+                for known in replica._shard._sessions.values():
+                    known.guard, known.digest = NGramGuard(1), "another"
+        same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
+
+
+def test_later_windows_are_sent_new_hashes_alone(world, faulty):
+    _, items, query = world
+    session, retriever = spec(items), ShardedRetriever(faulty)
+    sent = []
+    for replica in replicas(faulty):
+        replica.before = lambda request: sent.extend(request.args[0] if request.method == "rank" else ())
+    for group in faulty.groups:
+        del group.slots[1:]
+    for i in range(4):
+        written(session, cdr_rank(query, retriever, session), f"window {i} says something else than others said {i}")
+    assert [ask.session is not None for ask in sent] == [True, False, False, False]
+    assert sent[0].blacklist.state is not None
+    assert [len(ask.blacklist.hashes) for ask in sent[1:]] == [4, 3, 3]
+    assert len(session.guard) == 13
+
+
+def test_a_slow_replica_is_hedged(world, faulty):
+    store, items, query = world
+    release = threading.Event()
+    faulty.limits.hedge_after = 0.05
+    replicas(faulty)[0].before = lambda request: release.wait(4.0)
+    started = time.monotonic()
+    same(cdr_rank(query, ShardedRetriever(faulty), spec(items)), cdr_rank(query, Retriever(store), spec(items)))
+    assert faulty.counts.hedges >= 1
+    assert time.monotonic() - started < 4.0
+    release.set()
+
+
+def test_a_replica_has_no_more_requests_than_allowed(world, faulty):
+    store, items, query = world
+    faulty.limits.max_in_flight = 2
+    lock, now, most = threading.Lock(), [0], [0]
+    for group in faulty.groups:
+        del group.slots[1:]
+
+    def before(request):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.01)
+
+    def after(request, reply):
+        with lock:
+            now[0] -= 1
+        return reply
+
+    replica = replicas(faulty)[0]
+    replica.before, replica.after = before, after
+    truth = cdr_rank(query, Retriever(store), spec(items))
+    with ThreadPoolExecutor(8) as pool:
+        for ranking in pool.map(lambda _: cdr_rank(query, ShardedRetriever(faulty), spec(items)), range(16)):
+            same(ranking, truth)
+    assert most[0] == 2
+    assert faulty.counts.waits > 0
+
+
+def test_a_failed_submit_counts_as_an_answer(world, faulty):
+    store, items, query = world
+    first = replicas(faulty)[0]
+    first.submit = lambda request: (_ for _ in ()).throw(ReplicaLost)
+    same(cdr_rank(query, ShardedRetriever(faulty), spec(items)), cdr_rank(query, Retriever(store), spec(items)))
+    assert faulty.groups[1].slots[0].in_flight == 0
+
+
+def test_an_error_of_a_shard_is_raised(world, faulty):
+    _, items, query = world
+
+    def before(request):
+        raise OSError("the disk is gone")
+
+    replicas(faulty)[0].before = before
+    with pytest.raises(OSError, match="the disk is gone"):
+        cdr_rank(query, ShardedRetriever(faulty), spec(items))
+
+
+def test_rankings_go_on_while_facts_and_shards_come_and_go(world, tmp_path):
+    store, items, query = world
+    versions = {}
+    lock = threading.Lock()
+    home = tmp_path / "p"
+    partition(store, home, shards=2)
+    with ShardedStore.open(home, replicas=2) as sharded:
+        retriever = ShardedRetriever(sharded)
+
+        def record():
+            with lock:
+                truth = cdr_rank(query, Retriever(store), spec(items))
+                versions[store.version] = (truth.ids, truth.score.tobytes())
+
+        record()
+        seen, stop = [], threading.Event()
+
+        def rank():
+            while not stop.is_set():
+                ranking = cdr_rank(query, retriever, spec(items))
+                assert ranking.complete
+                seen.append((ranking.store_version, (ranking.ids, ranking.score.tobytes())))
+
+        with ThreadPoolExecutor(3) as pool:
+            running = [pool.submit(rank) for _ in range(3)]
+            for i in range(30):
+                more = facts(np.random.default_rng(i), 2, 1000 + 2 * i)
+                store.add(**more)
+                record()
+                sharded.add(**more)
+                if i % 3 == 0:
+                    store.remove([store.ids[i]])
+                    record()
+                    sharded.remove([sharded.ids[i]])
+                if i in (10, 20):
+                    sharded.add_shards(1)
+            stop.set()
+            for future in running:
+                future.result()
+    assert len({version for version, _ in seen}) > 3
+    assert all(versions[version] == result for version, result in seen)
+
+
+def test_what_does_not_fit_is_refused_as_by_one_store(world):
+    store, items, query = world
+    with ShardedStore.split(store, shards=3) as sharded, ShardedStore.split(store, shards=3, by="id") as by_id:
+        for each in (sharded, by_id):
+            for call, error, message in (
+                (lambda s: s.add(["f1", "new"], ["x"] * 2, [query] * 2), ValueError, "'f1' in the store already"),
+                (lambda s: s.add(["a", "a"], ["x"] * 2, [query] * 2), ValueError, "more than once"),
+                (lambda s: s.add(["a"], ["x"], [[np.nan] * DIM]), ValueError, "not finite"),
+                (lambda s: s.add(["a"], ["x"], [query], importance=[-1.0]), ValueError, "importance"),
+                (lambda s: s.add(["a"], ["x"], [query], sequence=[5]), ValueError, "at least 80"),
+                (lambda s: s.remove(["f1", "no"]), KeyError, "'no' not in the store"),
+                (lambda s: s.remove("f1"), TypeError, "one str"),
+                (lambda s: s.remove([3]), TypeError, "int at 0"),
+                (lambda s: s.remove(["f1"], missing="what"), ValueError, "missing"),
+                (lambda s: s.get(["no"]), KeyError, "'no' not in the store"),
+                (lambda s: s.save(), ValueError, "home"),
+                (lambda s: s.add_shards(0), ValueError, "shards"),
+            ):
+                with pytest.raises(error, match=message):
+                    call(each)
+            assert each.version == store.version
+            assert each.ids == store.ids
+            assert "f1" in each
+            assert "no" not in each
+            assert 3 not in each
+            assert each.remove(["no"], missing="ignore") == 0
+            assert each.add(["bad"], ["x"], [[0.0] * DIM], on_invalid="skip").skipped == ("bad",)
+        retriever = ShardedRetriever(sharded)
+        other = Session(items, embedding_model="other")
+        with pytest.raises(EmbeddingModelMismatch):
+            cdr_rank(query, retriever, other)
+        with pytest.raises(ValueError, match="fingerprint"):
+            cdr_rank(query, retriever, spec(items, guard=NGramGuard(hash_key=b"x")))
+        with pytest.raises(ValueError, match="dimension 5"):
+            cdr_rank([1.0, 2.0], retriever, spec(items_of(np.random.default_rng(0), dim=2)))
+        with pytest.raises(ValueError, match="dimension 5"):
+            cdr_rank([1.0, 2.0], retriever, calibrated(items_of(np.random.default_rng(0), dim=2)))
+        with pytest.raises(ValueError, match="expected 80 entries"):
+            cdr_rank(query, retriever, spec(items), multiplier=[1.0])
+        with pytest.raises(ValueError, match="multiplier"):
+            cdr_rank(query, retriever, spec(items), multiplier={"f1": -1.0})
+        with pytest.raises(ValueError, match="by='source'"):
+            cdr_rank(query, ShardedRetriever(by_id), calibrated(items, source_weight=0.4))
+    with pytest.raises(TypeError, match="ShardedStore"):
+        ShardedRetriever(store)
+    with pytest.raises(TypeError, match="Retriever"):
+        cdr_rank(query, store, spec(items))
+    for bad, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="shards"):
+            ShardedStore.split(store, shards=bad)
+    with pytest.raises(ValueError, match="by"):
+        ShardedStore.split(store, shards=2, by="text")
+    for name, value in (("timeout", 0), ("hedge_after", -1.0), ("max_in_flight", 0), ("timeout", float("nan"))):
+        with pytest.raises(ValueError, match=name):
+            ShardedStore.split(store, shards=2, **{name: value})
+    with pytest.raises(TypeError, match="max_in_flight"):
+        ShardedStore.split(store, shards=2, max_in_flight=1.5)
+
+
+def test_a_damaged_partition_is_refused(world, tmp_path):
+    store, _, _ = world
+    with pytest.raises(FileNotFoundError, match="partition"):
+        ShardedStore.open(tmp_path)
+    partition(store, tmp_path / "p", shards=2)
+    path = tmp_path / "p" / "partition.json"
+    good = path.read_text()
+    for old, new in (
+        ('"shards": {', '"shards": {}, "x": {'),
+        ('"by": "source"', '"by": "text"'),
+        ('"dim": 5', '"dim": "5"'),
+    ):
+        path.write_text(good.replace(old, new))
+        with pytest.raises(ValueError, match=r"shard|by|dim"):
+            ShardedStore.open(tmp_path / "p")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError):
+        partition(store, tmp_path / "file", shards=2)
+
+
+def test_versions_that_are_too_old_are_not_answered(world):
+    store, _, _ = world
+    shard = Shard(store)
+    for i in range(40):
+        shard.answer(Request("applied", i + 1, (), i, (Change(facts=facts(np.random.default_rng(i), 1, 1000 + i)),)))
+    assert shard.answer(Request("applied", 40)).value == 120
+    assert shard.answer(Request("applied", 30)).value == 110
+    assert shard.answer(Request("applied", 3)).status == "stale"
+    again = shard.answer(Request("applied", 40, (), 39, (Change(facts=facts(np.random.default_rng(39), 1, 1039)),)))
+    assert again.value == 120  # a change that is there is not made twice
+    assert shard.answer(Request("applied", 50)).version == 40
