@@ -1,0 +1,134 @@
+"""Shards in Ray actors, on one machine or many.
+
+    ray.init()
+    store = open_on_ray("facts.shards", replicas=2)          # a partition that every node can read
+    cdr_rank(query, ShardedRetriever(store), session)
+
+Every actor opens its own shard by path and maps it; nothing large travels to start one. Ray restarts actors whose
+process or node died, elsewhere if need be; they come back with what is in the folder and are told what they missed.
+Needs the extra: pip install "cdr-kernel[ray]".
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from cdr_kernel.calls import Limits, Replica
+from cdr_kernel.ngram import HashKey, Tokenizer
+from cdr_kernel.partition import manifest_of, open_shard
+from cdr_kernel.shard import Reply, Request, Shard
+from cdr_kernel.sharded_store import ShardedStore
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_THREADS = 4
+_UNLIMITED = -1
+
+
+def ray_module() -> ModuleType:
+    """Ray, or an ImportError that says how to get it."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError('shards on Ray need the extra: pip install "cdr-kernel[ray]"') from error
+    return ray
+
+
+class ShardActor:
+    """What runs in the actor: one shard. tokenizer, hash_key: as in ``FactStore.load``."""
+
+    def __init__(self, home: str, name: str, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
+        self._shard = Shard(*open_shard(home, name, tokenizer=tokenizer, hash_key=hash_key))
+
+    def answer(self, request: Request) -> Reply:
+        """See `Shard.answer`."""
+        return self._shard.answer(request)
+
+    def place(self) -> tuple[str, int]:
+        """The node and the process it runs in."""
+        return ray_module().get_runtime_context().get_node_id(), os.getpid()
+
+
+class RayReplica:
+    """An actor as a replica. make: starts one."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        errors = ray_module().exceptions
+        self._make = make
+        self._lock = threading.Lock()
+        self.actor = make()
+        self._lost = (errors.RayActorError, errors.RaySystemError, errors.ObjectLostError)
+        self._died = errors.ActorDiedError
+
+    def submit(self, request: Request) -> Future[Reply]:
+        """Ask the actor."""
+        future: Future[Reply] = self.actor.answer.remote(request).future()
+        return future
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether the actor died, is being restarted, or its answer was lost with a node."""
+        if isinstance(error, self._died):  # for good: somebody ended it, or it could not be started
+            with self._lock:
+                if error.actor_id in (None, self.actor._actor_id.hex()):
+                    self.actor = self._make()
+        return isinstance(error, self._lost)
+
+    def restart(self) -> None:
+        """End the actor's process; Ray starts another."""
+        ray_module().kill(self.actor, no_restart=False)
+
+    def close(self) -> None:
+        """End the actor."""
+        ray_module().kill(self.actor)
+
+
+def open_on_ray(
+    home: str | os.PathLike[str],
+    *,
+    replicas: int = 1,
+    tokenizer: Tokenizer | None = None,
+    hash_key: HashKey | None = None,
+    timeout: float = 10.0,
+    hedge_after: float | None = None,
+    max_in_flight: int = 8,
+    num_cpus: float = 1.0,
+    num_gpus: float = 0.0,
+    threads: int = _THREADS,
+    options: dict[str, Any] | None = None,
+) -> ShardedStore:
+    """The shards of a partition, each in so many actors, spread over the nodes of the cluster that Ray is connected to.
+
+    home: a path that every node can read (and write, for ``save``). timeout, hedge_after, max_in_flight: see
+    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. threads: requests that an actor works on at a time, at
+    least 1. options: further ones for ``actor.options``. Raises ImportError without Ray, RuntimeError before
+    ``ray.init``, and what ``ShardedStore.open`` raises.
+    """
+    ray = ray_module()
+    if not ray.is_initialized():
+        raise RuntimeError("Ray is not connected: call ray.init() first")
+    for name, count in (("replicas", replicas), ("threads", threads)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}: expected an integer of at least 1, got {count!r}")
+    limits = Limits(timeout, hedge_after, max_in_flight)
+    manifest = manifest_of(home)
+    settings: dict[str, Any] = {
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "max_concurrency": threads,
+        "max_restarts": _UNLIMITED,
+        "max_task_retries": 0,  # requests are asked again by `calls`, of whichever replica is there
+        "scheduling_strategy": "SPREAD",
+        **(options or {}),
+    }
+    actor = ray.remote(ShardActor).options(**settings)
+    path = os.path.abspath(home)
+
+    def start(name: str) -> Sequence[Replica]:
+        return [RayReplica(lambda: actor.remote(path, name, tokenizer, hash_key)) for _ in range(replicas)]
+
+    return ShardedStore.of_manifest(home, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)
