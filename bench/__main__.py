@@ -1,9 +1,16 @@
-"""python -m bench NAME [options]: the large cases. The small ones: pytest bench --benchmark-only."""
+"""python -m bench NAME [options] [--report FILE]: the large cases. The small ones: pytest bench --benchmark-only."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import sys
 from importlib import import_module
+from pathlib import Path
+
+from bench.report import write
+from cdr_kernel.files import check_output
 
 BENCHES = {
     "crprotocol": "the drop-in for crprotocol against the package itself",
@@ -20,9 +27,33 @@ def main() -> None:
     """Run the bench that is named."""
     names = "\n".join(f"  {name:10} {what}" for name, what in BENCHES.items())
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
-        print(f"usage: python -m bench NAME [options]\n{names}", file=sys.stderr)
+        print(f"usage: python -m bench NAME [options] [--report FILE]\n{names}", file=sys.stderr)
         raise SystemExit(2)
-    sys.exit(import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:]))
+    name, arguments = sys.argv[1], sys.argv[2:]
+    if "--report" not in arguments:
+        sys.exit(import_module(f"bench.{name}").main(arguments))
+    at = arguments.index("--report")
+    if at + 1 == len(arguments):
+        print("--report: expected a file", file=sys.stderr)
+        raise SystemExit(2)
+    report, arguments = Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+    sys.exit(_reported(name, arguments, report))
+
+
+def _reported(name: str, arguments: list[str], path: Path) -> int:
+    """Run the bench with --json, keep what it prints, and write the report of its line."""
+    check_output(path)
+    wanted = [argument for argument in arguments if argument != "--json"]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = import_module(f"bench.{name}").main([*wanted, "--json"])
+    sys.stdout.write(printed.getvalue())
+    lines = printed.getvalue().splitlines()
+    if status or not lines:
+        return int(status or 1)
+    write(path, name, wanted, json.loads(lines[-1]))
+    print(f"report: {path}", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command `cdr`: demo, index, ingest, rank, run, gate, doctor.
+"""The command `cdr`: demo, index, ingest, rank, run, report, gate, doctor.
 
 Exit status: 0 fine, 1 an error, 2 wrong usage, 130 interrupted, 143 terminated. With --json standard output gets one
 line, last. CDR_KERNEL_DEBUG=1 shows where an error comes from.
@@ -47,6 +47,7 @@ from cdr_kernel.files import (
 )
 from cdr_kernel.index import FactFile
 from cdr_kernel.record import RunRecord, summary
+from cdr_kernel.storemap import StoreMap
 from cdr_kernel.terminal import (
     Progress,
     cell,
@@ -150,6 +151,10 @@ EmbedOption = Annotated[
 ]
 StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="Folder that `cdr index` wrote.")]
 Windows = Annotated[int | None, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help="Windows at most (the task's).")]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write a report: HTML, or figures (.png, .svg, .pdf)."),
+]
 PerEnvelope = Annotated[int | None, typer.Option("--k", min=1, help="Facts per envelope (the task's).")]
 
 
@@ -280,6 +285,7 @@ def demo(
     ] = None,
     windows: Windows = None,
     k: PerEnvelope = None,
+    report: ReportOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Five windows on a packaged corpus, by relevance alone and by CDR. Needs no model and no network."""
@@ -289,6 +295,8 @@ def demo(
     gate = packaged.MIN_RELEVANCE if min_relevance is None else min_relevance
     runs = packaged.run_demo(corpus, min_relevance=gate, windows=windows, k=k)
     closing = packaged.conclusion(runs)
+    if report is not None:
+        _report(report, packaged.documents(corpus, runs, min_relevance=gate, windows=windows, k=k))
     if as_json:
         print_json(
             {
@@ -625,6 +633,7 @@ def run(
     writer_timeout: Annotated[
         float, typer.Option(min=0.001, max=MAX_TIMEOUT, callback=_no_nan, help="Seconds a command may take per window.")
     ] = 300.0,
+    report: ReportOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
@@ -640,6 +649,8 @@ def run(
             raise typer.BadParameter(f"{name} is of mode {'spec' if calibrated else 'calibrated'}, not of {mode.value}")
     if output is not None:
         check_output(output, task, store, *([] if vectors is None else [vectors]))
+    if report is not None:
+        check_output(report, task, store, *(path for path in (vectors, output) if path is not None))
     opened = _opened(store)
     chosen = pick_task(read_tasks(task), task_id, task)
     if embed not in (None, opened.embedding_model):
@@ -677,20 +688,20 @@ def run(
         "writer": writer,
         "embed": embed,
     }
-    record = RunRecord(chosen)
+    record = RunRecord(chosen, StoreMap(opened.view(), query, subs))
 
     # What cannot be written again gets the run once, when it is over.
     once = output is not None and goes_out_at_once(output)
 
+    def document(complete: bool, error: str | None) -> dict[str, Any]:
+        about = {"path": str(store), "facts": len(opened), "dim": opened.dim, "dtype": opened.dtype.name}
+        return record.document(
+            settings=settings, model=opened.embedding_model, store=about, complete=complete, error=error
+        )
+
     def save(complete: bool, error: str | None = None) -> None:
         if output is not None and (not once or complete or error is not None):
-            about = {"path": str(store), "facts": len(opened), "dim": opened.dim, "dtype": opened.dtype.name}
-            write_json(
-                output,
-                record.document(
-                    settings=settings, model=opened.embedding_model, store=about, complete=complete, error=error
-                ),
-            )
+            write_json(output, document(complete, error))
 
     try:
         for window in cdr_kernel.run_windows(
@@ -713,6 +724,8 @@ def run(
         save(complete=False, error="interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
         raise
     save(complete=True)
+    if report is not None:
+        _report(report, {chosen.id: document(True, None)})
     last = record.windows[-1]
     if not last["envelope"]["qualified"]:
         if session.calibrated is None:
@@ -738,6 +751,36 @@ def run(
     show(f"{chosen.query}: {len(chosen.items)} sub-topics, {len(opened)} facts, {opened.embedding_model}")
     show(_window_table(record.windows))
     show(_ending(record.windows))
+
+
+@_command
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN.json...", help="What `cdr run -o` wrote, up to four, side by side.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML, or figures for .png, .svg and .pdf.")
+    ],
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="What to call a run, once for each (the files' names).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show runs: quality over windows, sub-topics, a map of the store, every envelope. One file, no network."""
+    from cdr_kernel.report import MOST_RUNS, named
+
+    if len(runs) > MOST_RUNS:
+        raise typer.BadParameter(f"expected {MOST_RUNS} runs at most, got {len(runs)}")
+    if name and len(name) != len(runs):
+        raise typer.BadParameter(f"expected {len(runs)} (one per run), got {len(name)}", param_hint="--name")
+    check_output(output, *runs)
+    found = named(runs, name)
+    _report(output, found)
+    if as_json:
+        windows = {called: len(document["windows"]) for called, document in found.items()}
+        print_json({"output": str(output), "windows": windows})
+    elif not is_stdout(output):
+        show(f"{output}: {', '.join(found)}")
 
 
 @_command
@@ -945,6 +988,12 @@ def _explain_deviations(retriever: cdr_kernel.Retriever, vectors: Any, parts: cd
         f"warning: no fact reaches --gate {parts.gate:.12g}; the largest in this store is "
         f"{(scale * np.array(cosines) + shift).max():.2f} deviations"
     )
+
+
+def _report(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    from cdr_kernel.report import write_report
+
+    write_report(path, runs)
 
 
 def _few(ids: Sequence[str]) -> str:

@@ -526,15 +526,16 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     A file that is there keeps its mode. What is no regular file, and standard output, is written to as it stands.
     OSErrors name `path`, whatever the file at fault.
     """
-    _write(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write records as lines of JSON, as `write_json` writes."""
-    _write(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+    write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a text of ASCII characters as `write_json` writes."""
     check_output(path)
     try:
         if goes_out_at_once(path):

@@ -12,6 +12,7 @@ from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.files import Task
 from cdr_kernel.ngram import tokenize
 from cdr_kernel.pack import count_tokens_default
+from cdr_kernel.storemap import StoreMap
 from cdr_kernel.window import Window
 
 RUN_SCHEMA = 1
@@ -25,6 +26,7 @@ _BREAKDOWN = (
     "novelty",
     "ngram_overlap",
     "importance",
+    "multiplier",
 )
 
 
@@ -34,10 +36,13 @@ class RunRecord:
     A fact is fresh in the first written window that packs it and repeated after. Sub-topics reached are the
     sub-queries with a labelled fact (`fact_ids`) in a window written so far; None where the task has no labels.
     Only the part of a topic that reached an envelope is known, not whether a writer made anything of it.
+
+    map: where facts lie, for reports; without one no fact has a place.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, map: StoreMap | None = None) -> None:
         self.task = task
+        self.map = map
         self.windows: list[dict[str, Any]] = []
         self._packed: set[str] = set()
 
@@ -49,6 +54,7 @@ class RunRecord:
     def add(self, window: Window) -> dict[str, Any]:
         """Take in a window; returns its record."""
         ranking, envelope = window.envelope.ranking, window.envelope
+        places = [None] * len(ranking) if self.map is None else self.map.places(ranking.ids)
         facts = [
             {
                 "id": fact.id,
@@ -56,6 +62,7 @@ class RunRecord:
                 "tokens": count_tokens_default(fact.text),
                 "fresh": fact.id not in self._packed,
                 **{name: getattr(ranking, name)[i].item() for name in _BREAKDOWN},
+                "place": places[i],
             }
             for i, fact in enumerate(envelope.facts)
         ]
@@ -143,6 +150,7 @@ class RunRecord:
             "settings": dict(settings),
             "model": model,
             "store": dict(store),
+            "map": None if self.map is None else self.map.as_dict(),
             "windows": self.windows,
         }
 

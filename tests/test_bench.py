@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,36 @@ def test_an_unknown_name_lists_the_known_ones():
     run = bench("nothing")
     assert run.returncode == 2
     assert "ngram" in run.stderr
+
+
+def test_a_bench_writes_its_report(tmp_path, capsys, monkeypatch):
+    from bench.__main__ import main
+
+    page = tmp_path / "bench.html"
+    monkeypatch.setattr("sys.argv", ["bench", "roofline", "--report", str(page)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    text = page.read_text("ascii")
+    kept = json.loads(re.search(r'id="cdr-data">(.*?)</script>', text)[1])
+    assert kept["result"] == result
+    assert kept["command"] == "python -m bench roofline"
+    assert "python -m bench roofline" in text
+    monkeypatch.setattr("sys.argv", ["bench", "roofline", "--report"])
+    with pytest.raises(SystemExit):
+        main()
+
+
+def test_a_report_of_a_bench_has_its_numbers_and_escapes_its_names(tmp_path):
+    from bench.report import write
+
+    result = {
+        "scan_ms_p20": 1.25, "scan_ms_p50": 2.5, "scan_ms_p80": 5.0, "rank_ms": 1234.5, "identical": True, "gate": None,
+        "peers": [{"name": "<b>", "window_ms": 3.25}, {"name": "other", "note": "</script>"}],
+    }  # fmt: skip
+    write(tmp_path / "b.html", "scan", ["--facts", "10 <"], result)
+    text = (tmp_path / "b.html").read_text("ascii")
+    for shown in ("1.250", "2.500", "5.000", "1234.500", "3.2500", "&lt;b&gt;", "&lt;/script&gt;"):
+        assert shown in text
+    assert "<b>" not in text.split("<main")[1]

@@ -22,6 +22,12 @@ EDGES = {
     "terminal",
     "embedder",
     "record",
+    "report",
+    "report.charts",
+    "report.figures",
+    "report.page",
+    "report.runs",
+    "report.sections",
     "writer",
     "demo",
     "doctor",
@@ -37,6 +43,7 @@ LADDER = [
     {"constants", "_C"},
     {"reference", "arrays", "checks", "folder", "ngram"},
     {"columns", "store", "tokenizers", "frame"},
+    {"storemap"},
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
     {"device", "torch_ops"},
@@ -62,6 +69,7 @@ HEAVY = {
     "transformers",
     "pandas",
     "triton",
+    "matplotlib",
     "ray",
 }
 
@@ -82,8 +90,9 @@ def imported(path):
 
 def modules():
     found = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-    adapters = {f"adapters.{path.stem}": path for path in (PACKAGE / "adapters").glob("*.py")}
-    return {**found, **adapters, "demo": PACKAGE / "demo" / "__init__.py"}
+    found |= {f"adapters.{path.stem}": path for path in (PACKAGE / "adapters").glob("*.py")}
+    found |= {f"report.{path.stem}": path for path in (PACKAGE / "report").glob("*.py") if path.stem != "__init__"}
+    return {**found, **{name: PACKAGE / name / "__init__.py" for name in ("demo", "report")}}
 
 
 def test_imports_go_down_only():

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cdr_kernel.arrays import Float64
+from cdr_kernel.constants import CALIBRATED_GATE
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import pack_facts
@@ -20,6 +22,7 @@ from cdr_kernel.record import RunRecord
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
+from cdr_kernel.storemap import StoreMap
 from cdr_kernel.task import SubQuery
 from cdr_kernel.window import Window, WindowPrompt, run_windows
 from cdr_kernel.writer import ExtractWriter
@@ -76,6 +79,7 @@ def run_demo(
     k = demo.task.k if k is None else k
     retriever = Retriever(demo.store)
     runs = {}
+    where = StoreMap(demo.store.view(), demo.query, np.stack([item.embedding for item in demo.sub_queries]))
     for name, play in {"relevance": _by_relevance, "cdr": _by_cdr, "cdr_without_guard": _by_cdr}.items():
         session = Session(
             demo.sub_queries,
@@ -84,11 +88,34 @@ def run_demo(
             max_windows=windows,
             guard=False if name == "cdr_without_guard" else None,
         )
-        record = RunRecord(demo.task)
+        record = RunRecord(demo.task, where)
         for window in play(demo.query, retriever, session, k):
             record.add(window)
         runs[name] = record
     return runs
+
+
+def documents(
+    demo: Demo, runs: dict[str, RunRecord], *, min_relevance: float, windows: int | None = None, k: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """The runs by relevance and by CDR, and one in the calibrated mode, as documents for a report."""
+    windows = demo.task.windows if windows is None else windows
+    k = demo.task.k if k is None else k
+    session = Session(demo.sub_queries, embedding_model=EMBEDDING_MODEL, mode="calibrated", max_windows=windows)
+    calibrated = RunRecord(demo.task, runs["cdr"].map)
+    for window in _by_cdr(demo.query, Retriever(demo.store), session, k):
+        calibrated.add(window)
+    store = {"path": None, "facts": len(demo.store), "dim": demo.store.dim, "dtype": demo.store.dtype.name}
+
+    def document(record: RunRecord, **settings: Any) -> dict[str, Any]:
+        settings = {**settings, "windows": windows, "k": k, "writer": "extract"}
+        return record.document(settings=settings, model=EMBEDDING_MODEL, store=store, complete=True)
+
+    return {
+        "Relevance alone": document(runs["relevance"], mode="relevance", min_relevance=min_relevance, guard=True),
+        "CDR": document(runs["cdr"], mode="spec", min_relevance=min_relevance, guard=True),
+        "Calibrated": document(calibrated, mode="calibrated", gate=CALIBRATED_GATE, guard=False),
+    }
 
 
 def _by_cdr(query: Float64, retriever: Retriever, session: Session, k: int) -> Iterator[Window]:
