@@ -174,6 +174,15 @@ class RowCache:
         self._put(owner, kept)
         return kept
 
+    def hand_over(self, before: Any, after: Any) -> None:
+        """Keep for one owner what was kept for another: for a session that takes its predecessor's place."""
+        with self._lock:
+            kept = self._kept.pop(before, None)
+            if kept is not None:
+                self._clock += 1
+                self._kept[after] = kept
+                self._used[after] = self._clock
+
     def with_values(self, owner: Any, kept: KeptRows, columns: Columns, vectors: Float64, view: StoreView) -> KeptRows:
         """The same with the cosines to these vectors [S, D], computed once."""
         if kept.values is None or kept.vectors is not vectors:

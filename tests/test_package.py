@@ -36,6 +36,7 @@ EDGES = {
     "sharded",
     "sharded_store",
     "ray_shards",
+    "serve",
     "cli",
     "__main__",
 }
@@ -92,7 +93,7 @@ def modules():
     found = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
     found |= {f"adapters.{path.stem}": path for path in (PACKAGE / "adapters").glob("*.py")}
     found |= {f"report.{path.stem}": path for path in (PACKAGE / "report").glob("*.py") if path.stem != "__init__"}
-    return {**found, **{name: PACKAGE / name / "__init__.py" for name in ("demo", "report")}}
+    return {**found, **{name: PACKAGE / name / "__init__.py" for name in ("demo", "report", "serve")}}
 
 
 def test_imports_go_down_only():

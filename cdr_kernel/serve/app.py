@@ -1,0 +1,208 @@
+"""The application: the table of operations behind the door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from time import monotonic
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+import cdr_kernel
+from cdr_kernel.serve import schema
+from cdr_kernel.serve.door import DEADLINE, Door
+from cdr_kernel.serve.errors import ErrorBody, ErrorDetail, Refusal, invalid, of_library
+from cdr_kernel.serve.idempotency import HEADER as IDEMPOTENCY_KEY
+from cdr_kernel.serve.idempotency import check_key, digest_of
+from cdr_kernel.serve.keys import bearer, same
+from cdr_kernel.serve.logs import event
+from cdr_kernel.serve.metrics import CONTENT_TYPE
+from cdr_kernel.serve.openapi import document
+from cdr_kernel.serve.operations import OPERATIONS, Operation
+from cdr_kernel.serve.service import FAILED, READY, Call, Service
+from cdr_kernel.serve.settings import Settings
+
+SMALL = 65_536
+"""Bodies up to here are decoded on the spot, larger ones in the pool."""
+
+
+class _App(FastAPI):
+    """FastAPI with a document that is made of our structs."""
+
+    described: dict[str, Any]
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        return self.described
+
+
+def build(settings: Settings, *, failed: Callable[[Exception], object] | None = None) -> FastAPI:
+    """The application over a store. `app.state.service` has its parts.
+
+    The stores are opened while it already listens; until then /readyz says "loading". failed: called with what went
+    wrong where they cannot be.
+    """
+    service = Service(settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(_load(service, failed))
+        try:
+            yield
+        finally:
+            await loading
+            await asyncio.to_thread(service.close)
+
+    app = _App(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.service = service
+    for operation in OPERATIONS:
+        path = operation.path.replace("{fact_id}", "{fact_id:path}")
+        app.router.add_route(path, _endpoint(service, operation), methods=[operation.method], include_in_schema=False)
+    described = document(cdr_kernel.__version__, keys=service.keys is not None)
+    app.described = described
+    for path, process in {
+        "/livez": _livez,
+        "/readyz": _readyz,
+        "/metrics": _metrics,
+        "/openapi.json": _openapi(described),
+    }.items():
+        app.router.add_route(path, _named(service, path[1:], process), methods=["GET"], include_in_schema=False)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Door, service=service)
+    return app
+
+
+async def _load(service: Service, failed: Callable[[Exception], object] | None) -> None:
+    try:
+        await asyncio.to_thread(service.load)
+    except Exception as error:  # whatever is wrong with a store: nothing can be served
+        service.state, service.problem = FAILED, error
+        event("failed", error=type(error).__name__)
+        if failed is not None:
+            failed(error)
+        return
+    event("ready", tenants=len(service.tenants), facts=sum(len(t.facts.facts) for t in service.tenants.values()))
+
+
+def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        request.state.operation = operation.name
+        since = monotonic()
+        try:
+            deadline = since + _allowed(request.headers.get(DEADLINE), service.settings.deadline_s)
+            key = check_key(request.headers.get(IDEMPOTENCY_KEY)) if operation.keyed else None
+            raw = await _body(request, service.settings.max_body, deadline)
+            call = Call(
+                service=service,
+                tenant=request.state.tenant,
+                params=request.path_params,
+                body=None,
+                deadline=deadline,
+                key=key,
+                digest=digest_of(request.method, request.url.path, raw) if key else "",
+            )
+            if operation.body is not None:
+                kind, media = operation.body, request.headers.get("content-type")
+                with service.metrics.stage("decode"):
+                    if len(raw) <= SMALL:
+                        call.body = schema.decode(raw, media, kind)
+                    else:
+                        call.body = await call.thread(lambda: schema.decode(raw, media, kind))
+            call.check_deadline()
+            answer = await operation.run(call)
+        except Refusal as refusal:
+            return _refused(request, refusal.status, refusal.detail, refusal.headers)
+        except Exception as error:
+            refusal_ = of_library(error)
+            if refusal_ is None:
+                raise
+            return _refused(request, refusal_.status, refusal_.detail, refusal_.headers)
+        with service.metrics.stage("encode"):
+            body, media = schema.encode(answer.value, schema.wants_msgpack(request.headers.get("accept")))
+        return Response(body, 200, answer.headers, media)
+
+    return endpoint
+
+
+def _allowed(given: str | None, most: float) -> float:
+    """Seconds that a request may take."""
+    if given is None:
+        return most
+    if not (given.isascii() and given.isdecimal()) or len(given) > 9 or int(given) < 1:
+        raise invalid(DEADLINE, "milliseconds, an integer from 1 on", repr(given[:40]))
+    return min(most, int(given) / 1e3)
+
+
+async def _body(request: Request, most: int, deadline: float) -> bytes:
+    """The body. Raises `Refusal` 413 before it is read where it says how long it is, else once it is too long."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(most, length)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(deadline - monotonic()):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise _too_large(most, f"more than {most}")
+                parts.append(part)
+    except TimeoutError:
+        raise Refusal(408, "timeout", "the body did not come before the deadline") from None
+    return b"".join(parts)
+
+
+def _too_large(most: int, got: str) -> Refusal:
+    return invalid("body", f"at most {most} bytes", f"{got} bytes", status=413, code="too_large")
+
+
+def _refused(request: Request, status: int, detail: ErrorDetail, headers: Any = None) -> Response:
+    told = ErrorBody(detail, getattr(request.state, "request_id", ""))
+    body, media = schema.encode(told, schema.wants_msgpack(request.headers.get("accept")))
+    return Response(body, status, headers, media)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
+    return _refused(request, error.status_code, ErrorDetail(code, str(error.detail)), error.headers)
+
+
+Process = Callable[[Service, Request], Response]
+
+
+def _named(service: Service, name: str, process: Process) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        request.state.operation = name
+        return process(service, request)
+
+    return endpoint
+
+
+def _health(status: str, code: int) -> Response:
+    return Response(schema.encode(schema.Health(status, cdr_kernel.__version__), False)[0], code, None, schema.JSON)
+
+
+def _livez(service: Service, request: Request) -> Response:
+    return _health("ok", 200)
+
+
+def _readyz(service: Service, request: Request) -> Response:
+    return _health(service.state, 200 if service.state == READY else 503)
+
+
+def _metrics(service: Service, request: Request) -> Response:
+    """Numbers of all tenants: with keys, for whoever has the metrics key alone."""
+    if service.keys is not None and not same(
+        bearer(request.headers.get("authorization")), service.settings.metrics_key
+    ):
+        told = ErrorDetail("unauthorized", "Authorization: expected the metrics key")
+        return _refused(request, 401, told, {"WWW-Authenticate": "Bearer"})
+    return Response(service.metrics.text(), 200, None, CONTENT_TYPE)
+
+
+def _openapi(described: dict[str, Any]) -> Process:
+    body = schema.encode(described, False)[0]
+    return lambda service, request: Response(body, 200, None, schema.JSON)

@@ -1,0 +1,173 @@
+"""Concurrent ranks into one `rank_many`: whoever waits while a batch runs is in the next one.
+
+Nobody waits for a batch to fill. One thread ranks; the C++ core releases the GIL and has threads of its own. Tenants
+take turns, and a batch is of one tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from cdr_kernel.rank import Ranking, rank_many
+from cdr_kernel.retrieve import Retriever
+from cdr_kernel.serve.errors import late, overloaded, unavailable
+from cdr_kernel.session import Session
+
+
+@dataclass(eq=False)
+class Ask:
+    """One rank: what `cdr_rank` takes, and until when (`time.monotonic`) an answer is wanted.
+
+    Asks go into one batch where `alike` is equal; k may differ, since the first k of a longer ranking are the ranking
+    of k. k None and asks with a multiplier go alone or among themselves.
+    """
+
+    query: Any
+    session: Session
+    k: int | None
+    deadline: float
+    multiplier: Mapping[str, float] | None = None
+    since: float = field(default_factory=monotonic)
+    future: asyncio.Future[Ranking] | None = None
+
+    @property
+    def alike(self) -> object:
+        """What asks of one batch have in common; None goes alone."""
+        return None if self.multiplier is not None else (self.k is None,)
+
+
+class Lane:
+    """The queue of one tenant over one retriever."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        self.retriever = retriever
+        self.waiting: deque[Ask] = deque()
+
+
+class Batcher:
+    """The thread that ranks.
+
+    most: asks in a batch. depth: asks that may wait in a lane; one more is `overloaded`. report: called in the thread
+    with (batch size, seconds each waited, seconds it ran).
+    """
+
+    def __init__(
+        self, *, most: int, depth: int, report: Callable[[int, Sequence[float], float], object] | None = None
+    ) -> None:
+        self._most = most
+        self._depth = depth
+        self._report = report
+        self._turn = threading.Condition()
+        self._lanes: deque[Lane] = deque()  # those with someone waiting, in the order of their turns
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="cdr-rank", daemon=True)
+        self._thread.start()
+
+    async def rank(self, lane: Lane, ask: Ask) -> Ranking:
+        """The ranking, or a `Refusal`: 429 where the lane is full, 504 where the deadline passes first."""
+        loop = asyncio.get_running_loop()
+        ask.future = loop.create_future()
+        with self._turn:
+            if self._closed:
+                raise unavailable("draining", "the server is stopping")
+            if len(lane.waiting) >= self._depth:
+                raise overloaded()
+            if not lane.waiting:
+                self._lanes.append(lane)
+            lane.waiting.append(ask)
+            self._turn.notify()
+        try:
+            async with asyncio.timeout(ask.deadline - monotonic()):
+                return await ask.future
+        except TimeoutError:
+            raise late() from None
+
+    def close(self) -> None:
+        """Rank whoever still waits, then end the thread."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._turn:
+                while not self._lanes:
+                    if self._closed:
+                        return
+                    self._turn.wait()
+                lane = self._lanes.popleft()
+                batch = self._take(lane)
+                if lane.waiting:
+                    self._lanes.append(lane)
+            if batch:
+                self._rank(lane, batch)
+
+    def _take(self, lane: Lane) -> list[Ask]:
+        """The first that waits in time, and who can go with it, in their order."""
+        batch: list[Ask] = []
+        others: list[Ask] = []
+        now = monotonic()
+        while lane.waiting and len(batch) < self._most:
+            ask = lane.waiting.popleft()
+            assert ask.future is not None
+            if ask.deadline <= now or ask.future.cancelled():
+                continue  # its caller knows
+            if not batch or (ask.alike is not None and ask.alike == batch[0].alike):
+                batch.append(ask)
+            else:
+                others.append(ask)
+        lane.waiting.extendleft(reversed(others))
+        return batch
+
+    def _rank(self, lane: Lane, batch: list[Ask]) -> None:
+        start = monotonic()
+        answers: list[Ranking | BaseException]
+        try:
+            answers = [*self._ranked(lane, batch)]
+        except Exception as error:  # whose fault it was is found by asking for each alone
+            answers = [error] if len(batch) == 1 else [self._alone(lane, ask) for ask in batch]
+        if self._report is not None:
+            self._report(len(batch), [start - ask.since for ask in batch], monotonic() - start)
+        future = batch[0].future
+        assert future is not None
+        try:
+            future.get_loop().call_soon_threadsafe(_deliver, batch, answers)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits any more
+
+    def _ranked(self, lane: Lane, batch: list[Ask]) -> list[Ranking]:
+        ks = [ask.k for ask in batch if ask.k is not None]
+        found = rank_many(
+            [ask.query for ask in batch],
+            lane.retriever,
+            [ask.session for ask in batch],
+            k=max(ks) if ks else None,
+            multiplier=batch[0].multiplier,
+        )
+        return [
+            ranking if ask.k is None or len(ranking) <= ask.k else ranking.take(range(ask.k))
+            for ask, ranking in zip(batch, found, strict=True)
+        ]
+
+    def _alone(self, lane: Lane, ask: Ask) -> Ranking | BaseException:
+        try:
+            return self._ranked(lane, [ask])[0]
+        except Exception as error:  # goes to the one who asked
+            return error
+
+
+def _deliver(batch: list[Ask], answers: list[Ranking | BaseException]) -> None:
+    for ask, answer in zip(batch, answers, strict=True):
+        if ask.future is None or ask.future.done():
+            continue
+        if isinstance(answer, BaseException):
+            ask.future.set_exception(answer)
+        else:
+            ask.future.set_result(answer)

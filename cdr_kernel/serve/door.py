@@ -1,0 +1,127 @@
+"""The door: every request gets an id, shows its key, and is let in or turned away before its body is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from time import perf_counter
+from typing import Any, TypeAlias
+
+from cdr_kernel.serve import schema
+from cdr_kernel.serve.errors import ErrorBody, Refusal, internal, overloaded, unavailable
+from cdr_kernel.serve.keys import DEFAULT_TENANT, bearer
+from cdr_kernel.serve.logs import fault, request_line
+from cdr_kernel.serve.service import DRAINING, LOADING, READY, Service, Tenant
+from cdr_kernel.serve.sessions import new_id
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+DEADLINE = "CDR-Deadline-Ms"
+REQUEST_ID = "X-Request-ID"
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Door:
+    """ASGI middleware round the whole application.
+
+    What it lets in finds in scope["state"]: request_id, tenant (under /v1), and puts there the operation's name.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service, start = self._service, perf_counter()
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", "")
+        state = scope.setdefault("state", {})
+        state["request_id"] = given if _ID.fullmatch(given) else new_id()
+        state["operation"] = "none"
+        status = 500
+        sent, started, done = 0, False, False
+
+        async def respond(message: Message) -> None:
+            nonlocal status, sent, started, done
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                extra = [(REQUEST_ID.lower().encode(), state["request_id"].encode())]
+                if service.state == DRAINING:
+                    extra.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", ()), *extra]
+            elif message["type"] == "http.response.body":
+                sent += len(message.get("body", b""))
+            await send(message)
+            done = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        tenant: Tenant | None = None
+        service.accepted += 1
+        service.metrics.in_flight.inc()
+        try:
+            if scope["path"] == "/v1" or scope["path"].startswith("/v1/"):
+                try:
+                    tenant = self._admitted(headers.get(b"authorization"))
+                except Refusal as refusal:
+                    service.metrics.rejected.labels(refusal.detail.code).inc()
+                    await refuse(refusal, state["request_id"], headers.get(b"accept", b""), respond)
+                    return
+                tenant.in_flight += 1
+                state["tenant"] = tenant
+            await self._app(scope, receive, respond)
+        except Exception as error:  # nobody foresaw it: the log says where it came from, the answer does not
+            fault(error, state["request_id"])
+            if started:
+                raise
+            await refuse(internal(), state["request_id"], headers.get(b"accept", b""), respond)
+        finally:
+            if tenant is not None:
+                tenant.in_flight -= 1
+            service.completed += done
+            seconds = perf_counter() - start
+            service.metrics.in_flight.dec()
+            service.metrics.requests.labels(state["operation"], str(status)).inc()
+            service.metrics.seconds.labels(state["operation"]).observe(seconds)
+            if service.settings.access_log:
+                request_line(
+                    request_id=state["request_id"],
+                    tenant=None if tenant is None else tenant.name,
+                    method=scope["method"],
+                    operation=state["operation"],
+                    status=status,
+                    ms=round(seconds * 1e3, 3),
+                    bytes_out=sent,
+                )
+
+    def _admitted(self, authorization: str | None) -> Tenant:
+        service, name = self._service, DEFAULT_TENANT
+        if service.keys is not None:
+            key = bearer(authorization)
+            found = service.keys.tenant(key or "")
+            if key is None or found is None:
+                raise Refusal(
+                    401, "unauthorized", "Authorization: expected a known key", headers={"WWW-Authenticate": "Bearer"}
+                )
+            name = found
+        if service.state not in (READY, DRAINING):
+            why = "the stores are being opened" if service.state == LOADING else "the stores could not be opened"
+            raise unavailable(service.state, why)
+        tenant = service.tenants[name]
+        if tenant.in_flight >= service.settings.max_queue:
+            raise overloaded()
+        return tenant
+
+
+async def refuse(refusal: Refusal, request_id: str, accept: Any, send: Send) -> None:
+    """Answer a refusal."""
+    accepted = accept.decode("latin-1") if isinstance(accept, bytes) else accept
+    body, media = schema.encode(ErrorBody(refusal.detail, request_id), schema.wants_msgpack(accepted))
+    headers = [(b"content-type", media.encode()), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,139 @@
+"""Every refusal in one shape, and what an error of the library becomes on the wire.
+
+{"error": {"code", "message", "field", "expected", "got"}, "request_id"}
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+import msgspec
+
+from cdr_kernel.store import EmbeddingModelMismatch
+
+NOT_FOUND = "there is no such {what}"
+
+_LIBRARY = (  # how the library words its errors
+    re.compile(r"^(?P<field>[\w ./\[\]'\"-]{1,120}?): expected (?P<expected>.*?)(?:, got (?P<got>.*))?$", re.S),
+    re.compile(r"^(?P<field>[\w ./\[\]'\"-]{1,120}?) must (?P<expected>.*?)(?:, got (?P<got>.*))?$", re.S),
+    re.compile(r"^(?P<field>[\w ./\[\]'\"-]{1,120}?) (?P<expected>names .*, the session has .*)$", re.S),
+    re.compile(r"^(?P<field>[a-z_]+): .*$", re.S),
+)
+_SCHEMA = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<field>.*)`)?$", re.S)
+_EXPECTED = re.compile(r"^Expected (?P<expected>.*?)(?:, got (?P<got>.*))?$", re.S)
+_NAMED = re.compile(r"`(?P<name>[^`]*)`$")
+
+
+class ErrorDetail(msgspec.Struct):
+    """What is wrong, for programs and for people. `field` names the part of the request, where one is to blame."""
+
+    code: str
+    message: str
+    field: str | None = None
+    expected: str | None = None
+    got: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """The answer to a request that is refused: nothing was changed."""
+
+    error: ErrorDetail
+    request_id: str
+
+
+class Refusal(Exception):
+    """A request that is not done, with its status."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        field: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(code, message, field, expected, got)
+        self.headers = headers or {}
+
+
+def invalid(field: str, expected: str, got: str | None = None, *, status: int = 422, code: str = "invalid") -> Refusal:
+    """Bad input: what was expected in this field, and what came."""
+    came = "" if got is None else f", got {got}"
+    return Refusal(status, code, f"{field}: expected {expected}{came}", field=field, expected=expected, got=got)
+
+
+def not_found(what: str) -> Refusal:
+    """One answer for what is not there, what was evicted and what is another's."""
+    return Refusal(404, "not_found", NOT_FOUND.format(what=what))
+
+
+def overloaded() -> Refusal:
+    """Too much at once."""
+    return Refusal(429, "overloaded", "too many requests at once, try again", headers={"Retry-After": "1"})
+
+
+def late() -> Refusal:
+    """The deadline has passed, and nothing was changed."""
+    return Refusal(504, "deadline", "the deadline passed before this was done; nothing was changed")
+
+
+def internal() -> Refusal:
+    """A fault of the server."""
+    return Refusal(500, "internal", "a fault of the server, see its log for this request_id")
+
+
+def unavailable(code: str, message: str) -> Refusal:
+    """Not now."""
+    return Refusal(503, code, message, headers={"Retry-After": "1"})
+
+
+def of_schema(error: msgspec.DecodeError) -> Refusal:
+    """A body that is no JSON or msgpack (400), or not of the operation's schema (422)."""
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return Refusal(400, "malformed", f"the body could not be read: {text}")
+    found = _SCHEMA.match(text)
+    assert found is not None  # the pattern matches every text
+    what, field = found["what"], found["field"] or None
+    worded = _EXPECTED.match(what)
+    expected, got = (worded["expected"], worded["got"]) if worded else (None, None)
+    named = _NAMED.search(what)
+    if worded is None and named is not None and what.startswith("Object "):
+        field = f"{field}.{named['name']}" if field else named["name"]
+        missing = "missing" in what
+        expected, got = ("this field", "nothing") if missing else ("no such field", "it")
+    elif worded is None:
+        expected = what
+    return Refusal(422, "invalid", f"{field or 'the body'}: {what}", field=field, expected=expected, got=got)
+
+
+def of_library(error: Exception) -> Refusal | None:
+    """What a ValueError, TypeError or KeyError of the library becomes; None for any other error."""
+    if isinstance(error, EmbeddingModelMismatch):
+        return Refusal(409, "model_mismatch", str(error), field="embedding_model", **_worded(str(error), False))
+    if isinstance(error, KeyError):
+        return Refusal(404, "not_found", str(error.args[0]) if error.args else "not found")
+    if isinstance(error, ValueError | TypeError):
+        return Refusal(422, "invalid", str(error), **_worded(str(error), True))
+    return None
+
+
+def _worded(message: str, with_field: bool) -> dict[str, Any]:
+    for pattern in _LIBRARY:
+        found = pattern.match(message)
+        if found is not None:
+            parts = {"expected": None, "got": None, **found.groupdict()}
+            return {name: parts[name] for name in ("field", "expected", "got") if with_field or name != "field"}
+    return {}
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Raise what `of_library` makes of it, else the error itself."""
+    refusal = of_library(error)
+    raise error if refusal is None else refusal from error

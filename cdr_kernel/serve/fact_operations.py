@@ -1,0 +1,139 @@
+"""Facts: add, replace, remove, look at."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from cdr_kernel.serve import schema
+from cdr_kernel.serve.errors import not_found
+from cdr_kernel.serve.idempotency import Done, replayed
+from cdr_kernel.serve.service import Answer, Call
+
+
+async def add_facts(call: Call) -> Answer:
+    """Add facts that are not there yet."""
+    return await _put(call, call.tenant.facts.add)
+
+
+async def upsert_facts(call: Call) -> Answer:
+    """Add facts; one that is there is replaced whole and becomes the newest."""
+    return await _put(call, call.tenant.facts.upsert)
+
+
+async def _put(call: Call, put: Callable[..., Any]) -> Answer:
+    tenant, body = call.tenant, call.body
+    tenant.check_model(body.embedding_model)
+    bare = [i for i, fact in enumerate(body.facts) if fact.embedding is None]
+    made: Any = await call.embed([body.facts[i].text for i in bare], f"facts[{bare[0]}].embedding") if bare else []
+    given = dict(zip(bare, (row.astype("<f4").tobytes() for row in made), strict=True))
+
+    def write() -> schema.FactsAdded:
+        vectors = [given[i] if fact.embedding is None else fact.embedding for i, fact in enumerate(body.facts)]
+        added = put(
+            [fact.id for fact in body.facts],
+            [fact.text for fact in body.facts],
+            schema.matrix(vectors, tenant.dim, "facts.embedding"),
+            importance=[fact.importance for fact in body.facts],
+            source=[fact.source for fact in body.facts],
+            position=[fact.position for fact in body.facts],
+            on_invalid=body.on_invalid,
+        )
+        return schema.FactsAdded(added.added, list(added.skipped), tenant.facts.facts.version)
+
+    return await once(call, lambda: _written(call, write))
+
+
+async def remove_facts(call: Call) -> Answer:
+    """Remove facts: they are gone for the next rank."""
+    body = call.body
+
+    def write() -> schema.FactsRemoved:
+        removed = call.tenant.facts.remove(body.ids, missing=body.missing)
+        return schema.FactsRemoved(removed, call.tenant.facts.facts.version)
+
+    return await once(call, lambda: _written(call, write))
+
+
+async def get_fact(call: Call) -> Answer:
+    """A fact as it is stored."""
+    facts, id = call.tenant.facts, call.params["fact_id"]
+
+    def read() -> schema.FactBody:
+        try:
+            fact = facts.get(id)
+        except KeyError:
+            raise not_found("fact") from None
+        return schema.FactBody(fact.id, fact.text, fact.source, fact.position, fact.importance, fact.sequence)
+
+    return Answer(await call.thread(read))
+
+
+async def delete_fact(call: Call) -> Answer:
+    """Remove one fact."""
+    facts, id = call.tenant.facts, call.params["fact_id"]
+
+    def write() -> schema.FactsRemoved:
+        try:
+            return schema.FactsRemoved(facts.remove([id]), facts.facts.version)
+        except KeyError:
+            raise not_found("fact") from None
+
+    return await once(call, lambda: _written(call, write))
+
+
+async def stats(call: Call) -> Answer:
+    """The tenant's store and sessions in this process."""
+    tenant, store = call.tenant, call.tenant.facts.facts
+    return Answer(
+        schema.Stats(
+            facts=len(store),
+            dim=store.dim,
+            dtype=store.dtype.name,
+            embedding_model=store.embedding_model,
+            store_version=store.version,
+            durable=tenant.facts.durable,
+            can_embed=call.service.embedder_for(tenant) is not None,
+            sessions=len(tenant.local),
+            session_bytes=tenant.local.nbytes,
+            row_cache_bytes=tenant.retriever.cache.nbytes,
+        )
+    )
+
+
+async def _written(call: Call, write: Callable[[], Any]) -> Answer:
+    with call.service.metrics.stage("write"):
+        return Answer(await call.thread(write))
+
+
+async def once(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Do the work of a request that belongs to no session, one at a time, and once per Idempotency-Key.
+
+    Until it begins the deadline counts; then it is finished and answered, so that 504 means nothing was changed.
+    """
+    tenant = call.tenant
+    await call.locked(tenant.writes)
+    try:
+        if call.key is not None:
+            done = replayed(await tenant.sessions.answers.get(call.key), call.digest)
+            if done is not None:
+                return replay(done)
+        call.check_deadline()
+        answer = await work()
+        if call.key is not None:
+            await tenant.sessions.answers.put(call.key, done_of(call, answer))
+        return answer
+    finally:
+        tenant.writes.release()
+
+
+def done_of(call: Call, answer: Answer) -> Done:
+    """An answer as it is kept for its key."""
+    return Done(call.digest, 200, answer.headers, schema.encode(answer.value, True)[0])
+
+
+def replay(done: Done) -> Answer:
+    """A kept answer, as it was given, with a header that says so."""
+    return Answer(msgspec.msgpack.decode(done.body), {**done.headers, "Idempotency-Replayed": "true"})

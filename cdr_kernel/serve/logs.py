@@ -1,0 +1,50 @@
+"""Log lines of JSON on standard error: who asked for what and how it went, never a text, a vector or a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+from typing import Any
+
+NAME = "cdr_kernel.serve"
+
+
+def to_stderr() -> None:
+    """Have this package's log lines go to standard error; for a process that serves and does nothing else."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    logger = logging.getLogger(NAME)
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def event(name: str, level: int = logging.INFO, **fields: Any) -> None:
+    """Log an event with its fields."""
+    logging.getLogger(NAME).log(level, name, extra={"fields": fields})
+
+
+def request_line(**fields: Any) -> None:
+    """Log a request."""
+    event("request", **fields)
+
+
+def fault(error: BaseException, request_id: str) -> None:
+    """Log where an error that nobody foresaw came from; not its message, which may hold what a request said."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-8:]]
+    event("fault", logging.ERROR, request_id=request_id, error=type(error).__name__, where=where)
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        return json.dumps(line, ensure_ascii=True, default=str)

@@ -1,0 +1,82 @@
+"""The table of operations: where each is, what it takes and answers. Routes and the OpenAPI document come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cdr_kernel.serve import fact_operations as facts
+from cdr_kernel.serve import rank_operations as ranks
+from cdr_kernel.serve import schema
+from cdr_kernel.serve import session_operations as sessions
+from cdr_kernel.serve.service import Answer, Call
+
+CRP_HEADERS = (
+    "CRP-Context-Coverage-Depth",
+    "CRP-Context-NGram-Guard-Activations",
+    "CRP-Context-Continuation-Status",
+    "CRP-Context-Coverage-Score",
+    "CRP-Quality-Completeness",
+    "CRP-Context-Mode",
+    "CRP-Onboarding-Hint",
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation under /v1.
+
+    run: its first docstring line is its summary. body: the struct it takes, None for none. answer: the struct it
+    answers with 200. keyed: whether an Idempotency-Key means something to it. crp: whether it answers with the headers
+    of §6 and §8.
+    """
+
+    method: str
+    path: str
+    run: Callable[[Call], Awaitable[Answer]]
+    answer: type[Any]
+    body: type[Any] | None = None
+    keyed: bool = False
+    crp: bool = False
+
+    @property
+    def name(self) -> str:
+        """What metrics and logs call it."""
+        return self.run.__name__
+
+
+SESSION = "/v1/sessions/{session_id}"
+
+OPERATIONS = (
+    Operation("POST", "/v1/facts", facts.add_facts, schema.FactsAdded, schema.AddFacts, keyed=True),
+    Operation("PUT", "/v1/facts", facts.upsert_facts, schema.FactsAdded, schema.AddFacts, keyed=True),
+    Operation("POST", "/v1/facts/delete", facts.remove_facts, schema.FactsRemoved, schema.FactIds, keyed=True),
+    Operation("GET", "/v1/facts/{fact_id}", facts.get_fact, schema.FactBody),
+    Operation("DELETE", "/v1/facts/{fact_id}", facts.delete_fact, schema.FactsRemoved, keyed=True),
+    Operation("GET", "/v1/stats", facts.stats, schema.Stats),
+    Operation("POST", "/v1/sessions", sessions.create_session, schema.SessionBody, schema.NewSession, keyed=True),
+    Operation(
+        "POST", "/v1/sessions/resume", sessions.resume_session, schema.SessionBody, schema.ResumeSession, keyed=True
+    ),
+    Operation("GET", SESSION, sessions.get_session, schema.SessionBody),
+    Operation("DELETE", SESSION, sessions.delete_session, schema.SessionBody),
+    Operation("POST", f"{SESSION}/rank", ranks.rank_facts, schema.Ranked, schema.RankFacts, crp=True),
+    Operation(
+        "POST",
+        f"{SESSION}/update",
+        sessions.update_session,
+        schema.Updated,
+        schema.UpdateSession,
+        keyed=True,
+        crp=True,
+    ),
+    Operation("POST", f"{SESSION}/assess", sessions.assess_output, schema.Report, schema.AssessOutput),
+    Operation("POST", f"{SESSION}/reset", sessions.reset_session, schema.SessionBody, keyed=True),
+    Operation("POST", f"{SESSION}/snapshot", sessions.snapshot_session, schema.SessionBody, keyed=True),
+    Operation(
+        "POST", f"{SESSION}/merge", sessions.merge_sessions, schema.SessionBody, schema.MergeSessions, keyed=True
+    ),
+    Operation("POST", f"{SESSION}/token", sessions.export_session, schema.TokenBody),
+    Operation("POST", "/v1/rerank", ranks.rerank, schema.Reranked, schema.Rerank),
+)

@@ -1,0 +1,119 @@
+"""The process of `cdr serve`: it listens, serves, and ends without losing what it accepted.
+
+SIGTERM or SIGINT: /readyz says "draining", answers close their connections, and for `drain_s` seconds everything is
+still served, so that whoever routes requests here can stop. Then the port is closed, what was accepted is finished, and
+the process exits with 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from cdr_kernel.serve import logs
+from cdr_kernel.serve.app import build
+from cdr_kernel.serve.service import DRAINING, READY, Service
+from cdr_kernel.serve.settings import Settings
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 65
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals that drain."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._told = 0
+        self._drain: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take the signals over while serving; the status of the process is `run`'s to say."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        before = {
+            number: signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._tell, number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, number: int) -> None:
+        self._told += 1
+        if self._told > 1:
+            self.force_exit = self.should_exit = True
+            return
+        logs.event("draining", signal=signal.Signals(number).name)
+        self._service.stopping = True
+        if self._service.state != READY:
+            self.should_exit = True
+            return
+        self._service.state = DRAINING
+        self._drain = asyncio.get_running_loop().create_task(self._end())
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._service.settings.drain_s)
+        self.should_exit = True
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal says otherwise. 0: everything accepted was answered; 1: not, or the stores could not be
+    opened (then raises what was wrong with them). OSError where the address is taken."""
+    logs.to_stderr()
+    logging.getLogger("uvicorn").handlers[:] = logging.getLogger(logs.NAME).handlers
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    problems: list[Exception] = []
+
+    def failed(error: Exception) -> None:
+        problems.append(error)
+        server.should_exit = True
+
+    app = build(settings, failed=failed)
+    service: Service = app.state.service
+    if settings.token_key is None:
+        logs.event("warning", logging.WARNING, what="no token key: session tokens end with this process")
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(settings.stop_s)),
+        backlog=BACKLOG,
+    )
+    server = _Server(config, service)
+    with _listening(settings.host, settings.port) as listener:
+        host, port = listener.getsockname()[:2]
+        logs.event("listening", host=host, port=port)
+        server.run(sockets=[listener])
+    lost = service.accepted - service.completed
+    logs.event("stopped", accepted=service.accepted, answered=service.completed)
+    if problems:
+        raise problems[0]
+    return 0 if lost == 0 else 1
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[Any]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
+    try:
+        yield listener
+    finally:
+        listener.close()

@@ -1,0 +1,215 @@
+"""What all operations share: the tenants with their stores, the threads, the metrics, and whether there is service."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cdr_kernel.retrieve import WORTH_CODES, Retriever
+from cdr_kernel.serve.batching import Batcher, Lane
+from cdr_kernel.serve.errors import invalid, late, refuse
+from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
+from cdr_kernel.serve.metrics import Metrics
+from cdr_kernel.serve.sessions import LocalSessions, Sessions
+from cdr_kernel.serve.settings import Settings
+from cdr_kernel.serve.stores import FolderFacts, open_facts
+from cdr_kernel.serve.tokens import Signer
+from cdr_kernel.store import EmbeddingModelMismatch
+
+T = TypeVar("T")
+
+LOADING, READY, DRAINING, FAILED = "loading", "ok", "draining", "unavailable"
+
+
+@dataclass(eq=False)
+class Tenant:
+    """One tenant: its facts, its sessions, its queue. Nothing of it is shared with another."""
+
+    name: str
+    facts: FolderFacts
+    retriever: Retriever
+    lane: Lane
+    sessions: Sessions
+    local: LocalSessions
+    signer: Signer
+    in_flight: int = 0
+    writes: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def model(self) -> str:
+        """The embedding model of the facts."""
+        return self.facts.facts.embedding_model
+
+    @property
+    def dim(self) -> int:
+        """D of the facts."""
+        return self.facts.facts.dim
+
+    def check_model(self, named: str) -> None:
+        """Raises EmbeddingModelMismatch for another model than the store's (R18)."""
+        if named != self.model:
+            raise EmbeddingModelMismatch("embedding_model", self.model, named)
+
+
+@dataclass
+class Call:
+    """One request at an operation.
+
+    params: of the path. body: the decoded struct, None where there is none. deadline: in `time.monotonic`. key: its
+    Idempotency-Key; digest: of the request, for it.
+    """
+
+    service: Service
+    tenant: Tenant
+    params: dict[str, str]
+    body: Any
+    deadline: float
+    key: str | None
+    digest: str
+
+    def check_deadline(self) -> None:
+        """Raises `Refusal` 504 once the deadline has passed."""
+        if monotonic() >= self.deadline:
+            raise late()
+
+    async def locked(self, lock: asyncio.Lock) -> None:
+        """Take a lock, before the deadline."""
+        try:
+            async with asyncio.timeout(self.deadline - monotonic()):
+                await lock.acquire()
+        except TimeoutError:
+            raise late() from None
+
+    async def thread(self, work: Callable[[], T]) -> T:
+        """Run this in the pool. What the library refuses becomes a `Refusal`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.service.pool, work)
+        except Exception as error:  # `refuse` raises it again where it is not the request's fault
+            refuse(error)
+
+    async def embed(self, texts: list[str], field: str) -> np.ndarray[Any, Any]:
+        """Vectors of texts by the server's model. Raises `Refusal` where it has none for this tenant's store."""
+        embedder = self.service.embedder_for(self.tenant)
+        if embedder is None:
+            raise invalid(field, f"a vector of {self.tenant.model} (this server embeds no texts)", code="no_embedder")
+        return await asyncio.get_running_loop().run_in_executor(self.service.embedding, embedder, texts)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an operation answers: a struct, or the body it is encoded to already."""
+
+    value: Any
+    headers: dict[str, str] = field(default_factory=dict)
+    encoded: bytes | None = None
+
+
+class Service:
+    """The parts of one application. Made without opening anything; `load` opens the stores."""
+
+    def __init__(self, settings: Settings, *, clients: Any = None) -> None:
+        self.settings = settings
+        self.keys = None if settings.keys is None else Keys.read(settings.keys)
+        self.metrics = Metrics()
+        self.state = LOADING
+        self.problem: Exception | None = None
+        self.tenants: dict[str, Tenant] = {}
+        self.pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-work")
+        self.embedding = ThreadPoolExecutor(1, thread_name_prefix="cdr-embed")
+        self.token_key = settings.token_key or secrets.token_bytes(32)
+        self.shared = clients
+        self.stopping = False
+        self.accepted = self.completed = 0
+        self._embedder: Callable[[list[str]], Any] | None = None
+        self._batcher: Batcher | None = None
+
+    @property
+    def batcher(self) -> Batcher:
+        """The thread that ranks."""
+        assert self._batcher is not None, "load() makes it"
+        return self._batcher
+
+    def folders(self) -> dict[str, Path]:
+        """The store folder of each tenant."""
+        if self.keys is None:
+            return {DEFAULT_TENANT: self.settings.store}
+        return {name: self.settings.store / name for name in self.keys.tenants}
+
+    def load(self) -> None:
+        """Open every store, with its codes and its ids; takes what that takes. Raises what is wrong."""
+        settings = self.settings
+        if settings.embed is not None:
+            from cdr_kernel.embedder import load_embedder
+
+            self._embedder = load_embedder(settings.embed)
+        self._batcher = Batcher(most=settings.max_batch, depth=settings.max_queue, report=self._batched)
+        found = {}
+        for name, folder in self.folders().items():
+            facts = open_facts(folder, settings.hash_key)
+            retriever = Retriever(facts.facts, cache_bytes=settings.row_cache_bytes)
+            if len(facts.facts) >= WORTH_CODES:
+                retriever.codes(facts.facts.view())  # those that are saved beside the store, if any
+                retriever.prepare(self._go_on)
+            "" in facts.facts  # noqa: B015  # indexes the ids now, not in the first request
+            local = LocalSessions(
+                ttl_s=settings.session_ttl_s,
+                most=settings.max_sessions,
+                max_bytes=settings.session_bytes,
+                evicted=lambda reason: self.metrics.evicted.labels(reason).inc(),
+                moved=retriever.cache.hand_over,
+            )
+            sessions: Sessions = local
+            if self.shared is not None:
+                sessions = self.shared.sessions(name, local, settings)
+            found[name] = Tenant(
+                name=name,
+                facts=facts,
+                retriever=retriever,
+                lane=Lane(retriever),
+                sessions=sessions,
+                local=local,
+                signer=Signer(self.token_key, name),
+            )
+            self.watch(found[name])
+        self.tenants = found
+        self.state = READY
+
+    def watch(self, tenant: Tenant) -> None:
+        """Have /metrics read a tenant's sizes when it is asked."""
+        metrics, name = self.metrics, tenant.name
+        metrics.store_facts.labels(name).set_function(lambda: len(tenant.facts.facts))
+        metrics.sessions.labels(name).set_function(lambda: len(tenant.local))
+        metrics.session_bytes.labels(name).set_function(lambda: tenant.local.nbytes)
+        metrics.row_cache.labels(name).set_function(lambda: tenant.retriever.cache.nbytes)
+
+    def embedder_for(self, tenant: Tenant) -> Callable[[list[str]], Any] | None:
+        """The server's model, if it is the one of this tenant's facts."""
+        return self._embedder if self.settings.embed == tenant.model else None
+
+    def close(self) -> None:
+        """End the threads, after what they have begun."""
+        if self._batcher is not None:
+            self._batcher.close()
+        self.pool.shutdown()
+        self.embedding.shutdown()
+        for tenant in self.tenants.values():
+            tenant.facts.close()
+
+    def _go_on(self, coded: int) -> None:
+        if self.stopping:
+            raise InterruptedError("told to stop while the stores were being opened")
+
+    def _batched(self, size: int, waited: Any, seconds: float) -> None:
+        self.metrics.batch.observe(size)
+        queue, rank = self.metrics.stages.labels("queue"), self.metrics.stages.labels("rank")
+        for wait in waited:
+            queue.observe(wait)
+            rank.observe(seconds)

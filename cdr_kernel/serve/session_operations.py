@@ -1,0 +1,333 @@
+"""Sessions: create, look at, update after a window, assess, snapshot, merge, reset, export, resume, delete."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
+from cdr_kernel.headers import crp_headers
+from cdr_kernel.ngram import NGramGuard
+from cdr_kernel.pack import Envelope
+from cdr_kernel.serve import schema
+from cdr_kernel.serve.errors import Refusal, invalid, not_found, unavailable
+from cdr_kernel.serve.fact_operations import done_of, once, replay
+from cdr_kernel.serve.idempotency import replayed
+from cdr_kernel.serve.kept_window import KeptWindow, envelope_of
+from cdr_kernel.serve.service import Answer, Call
+from cdr_kernel.serve.sessions import Entry, new_id, with_answer
+from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
+from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
+
+ATTEMPTS = 20
+"""How often a change starts again because another replica was first."""
+
+
+async def create_session(call: Call) -> Answer:
+    """Start a task."""
+    body, tenant = call.body, call.tenant
+    tenant.check_model(body.embedding_model)
+    vectors = await sub_query_vectors(call, body.sub_queries)
+
+    def make() -> Session:
+        items = sub_queries(body.sub_queries, vectors)
+        chosen = {name: getattr(body.settings, name) for name in body.settings.__struct_fields__}
+        settings = {name: value for name, value in chosen.items() if value is not None}
+        guarded = body.guard if body.guard is not None else settings.get("mode", "spec") == "spec"
+        return Session(
+            items,
+            embedding_model=tenant.model,
+            guard=NGramGuard(hash_key=call.service.settings.hash_key) if guarded else False,
+            id=new_id(),
+            **settings,
+        )
+
+    async def work() -> Answer:
+        entry = await tenant.sessions.create(await call.thread(make))
+        return Answer(session_body(entry.id, entry.session))
+
+    return await once(call, work)
+
+
+async def get_session(call: Call) -> Answer:
+    """A session as it is."""
+    entry = await call.tenant.sessions.get(call.params["session_id"])
+    return Answer(session_body(entry.id, entry.session))
+
+
+async def delete_session(call: Call) -> Answer:
+    """Forget a session."""
+    entry = await call.tenant.sessions.get(call.params["session_id"])
+    if not await call.tenant.sessions.delete(entry.id):
+        raise not_found("session")
+    return Answer(session_body(entry.id, entry.session))
+
+
+async def update_session(call: Call) -> Answer:
+    """After a window was written: coverage, residual, blacklist, count (§7.2), then the exits (§6)."""
+    body = call.body
+    call.tenant.check_model(body.embedding_model)
+    writes_report = body.report is None
+    entry = await call.tenant.sessions.get(call.params["session_id"])
+    window = await call.tenant.sessions.window_of(entry)
+    vectors = await _sentence_vectors(call, body.output) if writes_report else None
+
+    def work(entry: Entry, twin: Session) -> Answer:
+        if body.safety_budget is not None:
+            twin.safety_budget = body.safety_budget
+        if writes_report:
+            report = _assessed(call, entry, body.output, vectors)
+        else:
+            report = WindowReport(
+                completeness_score=body.report.completeness_score,
+                addressed=tuple(body.report.addressed),
+                depth_by_sub_query=body.report.depth_by_sub_query,
+                words_by_sub_query=body.report.words_by_sub_query,
+            )
+        kept = window if window is not None and window.version == entry.version else None
+        packed, tested = _envelopes(body.packed, kept, len(twin.coverage))
+        twin.update(report, body.output, envelope=packed, embedding_model=body.embedding_model)
+        exit = twin.exit(report, tested)
+        headers = crp_headers(tested or envelope_of((), len(entry.session.coverage)), twin, exit)
+        updated = schema.Updated(session_body(entry.id, twin), exit_body(exit), twin.anchor(), report_body(report))
+        return Answer(updated, headers)
+
+    answer = await change(call, work)
+    reason = answer.headers.get("CRP-Context-Continuation-Status", "")
+    if "Idempotency-Replayed" not in answer.headers:
+        call.service.metrics.exits.labels(reason).inc()
+    return answer
+
+
+async def assess_output(call: Call) -> Answer:
+    """What an output achieved, as a report for an update; the session is not changed."""
+    entry = await call.tenant.sessions.get(call.params["session_id"])
+    body = call.body
+    vectors = await _sentence_vectors(call, body.output)
+    chosen = {"min_depth": body.min_depth, "expected_words": body.expected_words}
+    options = {name: value for name, value in chosen.items() if value is not None}
+    report = await call.thread(lambda: _assessed(call, entry, body.output, vectors, **options))
+    return Answer(report_body(report))
+
+
+async def reset_session(call: Call) -> Answer:
+    """Back to before the first window (§2.7)."""
+
+    def work(entry: Entry, twin: Session) -> Answer:
+        twin.reset()
+        return Answer(session_body(entry.id, twin))
+
+    return await change(call, work)
+
+
+async def snapshot_session(call: Call) -> Answer:
+    """A copy of the session as it is, as a session of its own: a branch of a fan-out, to be merged later."""
+
+    async def work() -> Answer:
+        entry = await call.tenant.sessions.get(call.params["session_id"])
+        branch = await call.tenant.sessions.create(entry.session.snapshot(), id=new_id())
+        return Answer(session_body(branch.id, branch.session))
+
+    return await once(call, work)
+
+
+async def merge_sessions(call: Call) -> Answer:
+    """Take over what branches, snapshots of this session, did since."""
+    sessions = call.tenant.sessions
+    branches = [await sessions.get(id) for id in call.body.branches]
+
+    def work(entry: Entry, twin: Session) -> Answer:
+        twin.merge([branch.session for branch in branches])
+        return Answer(session_body(entry.id, twin))
+
+    return await change(call, work)
+
+
+async def export_session(call: Call) -> Answer:
+    """The session as a signed token, for `resume` on any replica with the same token key."""
+    entry = await call.tenant.sessions.get(call.params["session_id"])
+    ttl = call.service.settings.session_ttl_s
+
+    def work() -> schema.TokenBody:
+        session = entry.session
+        hashes = None if session.guard is None else session.guard.hashes.astype("<u8").tobytes()
+        payload = Payload(
+            id=entry.id,
+            session=session.token(),
+            blacklist=None if not hashes else hashlib.sha256(hashes).hexdigest(),
+            answers=dict(list(entry.answers.items())[-CARRIED_ANSWERS:]),
+            expires=int(time.time() + ttl),
+        )
+        return schema.TokenBody(call.tenant.signer.sign(payload), hashes or None, int(ttl))
+
+    return Answer(await call.thread(work))
+
+
+async def resume_session(call: Call) -> Answer:
+    """Go on with an exported session, under its id."""
+    body, tenant = call.body, call.tenant
+    tenant.check_model(body.embedding_model)
+    payload = tenant.signer.read(body.token)
+    vectors = await sub_query_vectors(call, body.sub_queries)
+    key = call.service.settings.hash_key
+
+    def make() -> Session:
+        guard = None
+        if body.blacklist is not None:
+            if hashlib.sha256(body.blacklist).hexdigest() != payload.blacklist:
+                raise invalid("blacklist", "the one that was exported with the token")
+            guard = NGramGuard.from_hashes(np.frombuffer(body.blacklist, "<u8").astype(np.uint64), hash_key=key)
+        items = sub_queries(body.sub_queries, vectors)
+        if guard is None and key is not None and json.loads(payload.session)["guard"] is not None:
+            guard = NGramGuard(hash_key=key)
+        return Session.from_token(payload.session, items, embedding_model=tenant.model, guard=guard)
+
+    async def work() -> Answer:
+        session = await call.thread(make)
+        try:
+            entry = await tenant.sessions.create(session, id=payload.id, answers=payload.answers)
+        except KeyError:
+            message = "the session is here already: delete it to go back to the token's state"
+            raise Refusal(409, "session_exists", message, field="token") from None
+        return Answer(session_body(entry.id, entry.session))
+
+    return await once(call, work)
+
+
+async def change(call: Call, work: Callable[[Entry, Session], Answer]) -> Answer:
+    """Change a session, one caller at a time: `work` changes a snapshot, which then takes the session's place.
+
+    Once per Idempotency-Key. Where another replica was first, the change starts again from what it left. The deadline
+    counts until the commit; 504 means nothing was changed.
+    """
+    sessions, id = call.tenant.sessions, call.params["session_id"]
+    for _ in range(ATTEMPTS):
+        entry = await sessions.get(id)
+        await call.locked(entry.lock)
+        try:
+            entry = await _again(call, entry)
+            if call.key is not None:
+                done = replayed(entry.answers.get(call.key), call.digest)
+                if done is not None:
+                    return replay(done)
+            call.check_deadline()
+            twin = entry.session.snapshot()
+            answer = await call.thread(lambda entry=entry, twin=twin: work(entry, twin))  # type: ignore[misc]  # defaults
+            call.check_deadline()
+            answers = with_answer(entry.answers, call.key, done_of(call, answer)) if call.key else entry.answers
+            with call.service.metrics.stage("commit"):
+                if await sessions.commit(entry, twin, answers):
+                    return answer
+        finally:
+            entry.lock.release()
+    raise unavailable("contention", "the session was changed by others all the time, try again")
+
+
+async def _again(call: Call, locked: Entry) -> Entry:
+    """The entry whose lock is held, as it is now; `Refusal` 404 where it has gone while we waited."""
+    entry = await call.tenant.sessions.get(locked.id)
+    if entry is not locked:
+        raise not_found("session")
+    return entry
+
+
+def _envelopes(
+    packed: Sequence[str] | None, kept: KeptWindow | None, depth: int
+) -> tuple[Envelope | None, Envelope | None]:
+    """What an update remembers as packed, and what its exits test: None where the numbers are not known."""
+    if packed is None:
+        last = None if kept is None else kept.envelope()
+        return last, last
+    known = None if kept is None else kept.envelope(packed)
+    return known or envelope_of(list(dict.fromkeys(packed)), depth), known
+
+
+async def _sentence_vectors(call: Call, output: str) -> dict[str, Any] | None:
+    """Vectors of an output's sentences where the server embeds, else None."""
+    if call.service.embedder_for(call.tenant) is None:
+        return None
+    sentences = split_sentences(output)
+    return dict(zip(sentences, await call.embed(sentences, "output"), strict=True)) if sentences else {}
+
+
+def _assessed(call: Call, entry: Entry, output: str, vectors: dict[str, Any] | None, **options: Any) -> WindowReport:
+    session, tenant = entry.session, call.tenant
+    if vectors is None:
+        return assess(output, session.sub_queries, written=session.words, **options)
+    if entry.thresholds is None:
+        entry.thresholds = similarity_thresholds(tenant.facts.facts, session.sub_queries)
+    return assess(
+        output,
+        session.sub_queries,
+        lambda texts: np.stack([vectors[text] for text in texts]),
+        min_similarity=entry.thresholds,
+        written=session.words,
+        **options,
+    )
+
+
+async def sub_query_vectors(call: Call, items: Sequence[schema.NewSubQuery]) -> list[Any]:
+    """A vector for each sub-query: its own, or one that the server makes."""
+    bare = [i for i, item in enumerate(items) if item.embedding is None]
+    made: Any = await call.embed([items[i].text for i in bare], f"sub_queries[{bare[0]}].embedding") if bare else []
+    given = dict(zip(bare, made, strict=True))
+    return [
+        given[i]
+        if item.embedding is None
+        else schema.vector(item.embedding, call.tenant.dim, f"sub_queries[{i}].embedding")
+        for i, item in enumerate(items)
+    ]
+
+
+def sub_queries(items: Sequence[schema.NewSubQuery], vectors: Sequence[Any]) -> list[SubQuery]:
+    """The task's decomposition."""
+    return [
+        SubQuery(item.id, item.label, item.text, vector, expected_words=item.expected_words, marginal=item.marginal)
+        for item, vector in zip(items, vectors, strict=True)
+    ]
+
+
+def session_body(id: str, session: Session) -> schema.SessionBody:
+    """A session as clients see it."""
+    state = session.state
+    return schema.SessionBody(
+        id=id,
+        embedding_model=session.embedding_model,
+        mode=session.mode,
+        sub_queries=[
+            schema.SubQueryBody(item.id, item.label, item.text, item.expected_words, item.marginal)
+            for item in session.sub_queries
+        ],
+        coverage=[
+            schema.CoverageBody(entry.sub_query_id, entry.depth_weight, entry.window_number) for entry in state.coverage
+        ],
+        residual=[item.id for item in state.residual],
+        window_count=state.window_count,
+        max_windows=session.max_windows,
+        completeness=state.completeness,
+        safety_budget=state.safety_budget,
+        words=dict(state.words),
+        packed=len(state.packed),
+        ngrams=None if state.guard is None else len(state.guard),
+        anchor=session.anchor(),
+    )
+
+
+def exit_body(exit: Exit) -> schema.ExitBody:
+    """An exit as clients see it."""
+    return schema.ExitBody(exit.stop, exit.reason, list(exit.also), exit.escalate, exit.detail, exit.novelty_ratio)
+
+
+def report_body(report: WindowReport) -> schema.Report:
+    """A report as clients see it and send it."""
+    return schema.Report(
+        completeness_score=report.completeness_score,
+        addressed=list(report.addressed),
+        depth_by_sub_query=dict(report.depth_by_sub_query),
+        words_by_sub_query=dict(report.words_by_sub_query),
+    )

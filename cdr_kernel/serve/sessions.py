@@ -1,0 +1,218 @@
+"""The sessions of one tenant, in this process: for a while since their last use, and as many as there is room for.
+
+A session that is served is never changed in place. Who changes one makes a snapshot, changes that, and `commit`s it: a
+rank that runs meanwhile keeps the state it began with, and an error leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
+
+from cdr_kernel.serve.errors import not_found
+from cdr_kernel.serve.idempotency import Answers, Done
+from cdr_kernel.serve.kept_window import KeptWindow
+from cdr_kernel.session import Session
+
+KEPT_ANSWERS = 16
+"""Answers of updates that a session keeps, the last ones."""
+
+
+def new_id() -> str:
+    """An id that nobody guesses."""
+    return uuid.uuid4().hex
+
+
+@dataclass(eq=False)
+class Entry:
+    """A session that is served.
+
+    version: grows with every commit. answers: of its last updates by Idempotency-Key. window: of its last ranking.
+    thresholds: what `similarity_thresholds` says, once it was asked. lock: held by whoever changes the session.
+    """
+
+    id: str
+    session: Session
+    version: int = 1
+    answers: dict[str, Done] = field(default_factory=dict)
+    window: KeptWindow | None = None
+    thresholds: dict[str, float] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    nbytes: int = 0
+    used: float = 0.0
+
+    def last_window(self) -> KeptWindow | None:
+        """The last ranking's envelope, if it was of the session as it is."""
+        return self.window if self.window is not None and self.window.version == self.version else None
+
+
+def with_answer(answers: dict[str, Done], key: str | None, done: Done) -> dict[str, Done]:
+    """The kept answers and one more."""
+    if key is None:
+        return answers
+    kept = [*((k, v) for k, v in answers.items() if k != key), (key, done)]
+    return dict(kept[-KEPT_ANSWERS:])
+
+
+def size_of(entry: Entry) -> int:
+    """About what a session takes in memory, bytes."""
+    session, state = entry.session, entry.session.state
+    vectors = 2 * session.embeddings.nbytes
+    texts = sum(len(item.id) + len(item.label) + len(item.text) + 400 for item in session.sub_queries)
+    guard = 0 if state.guard is None else state.guard.nbytes
+    direction = 0 if state.feedback is None or state.feedback.direction is None else state.feedback.direction.nbytes
+    changing = 150 * len(state.packed) + 200 * len(state.coverage) + 100 * len(state.words) + guard + direction
+    kept = sum(done.nbytes for done in entry.answers.values())
+    return 2000 + vectors + texts + changing + kept + (0 if entry.window is None else entry.window.nbytes)
+
+
+class Sessions(Protocol):
+    """Where the sessions of a tenant are: here, or shared through Redis.
+
+    answers: kept for requests that belong to no session.
+    """
+
+    answers: Answers
+
+    async def get(self, id: str) -> Entry:
+        """The session as it is now, which is thereby used. Raises `Refusal` 404."""
+
+    async def create(self, session: Session, *, id: str | None = None, answers: dict[str, Done] | None = None) -> Entry:
+        """A session from now on. Raises KeyError where the id is taken."""
+
+    async def commit(self, entry: Entry, session: Session, answers: dict[str, Done]) -> bool:
+        """Put a changed snapshot in the session's place; False, and nothing done, where somebody else was first."""
+
+    async def keep_window(self, entry: Entry, window: KeptWindow) -> None:
+        """Remember a ranking until the next commit."""
+
+    async def window_of(self, entry: Entry) -> KeptWindow | None:
+        """The last ranking of the session as it is, by whichever replica."""
+
+    async def delete(self, id: str) -> bool:
+        """Forget a session; whether there was one."""
+
+
+class LocalSessions:
+    """Sessions in memory.
+
+    ttl_s, most, max_bytes: as in `Settings`; the newest session stays whatever it takes. evicted: called with "ttl" or
+    "lru" for each that goes. moved: called with (before, after) where a commit replaces a session.
+    """
+
+    def __init__(
+        self,
+        *,
+        ttl_s: float,
+        most: int,
+        max_bytes: int,
+        evicted: Callable[[str], object] | None = None,
+        moved: Callable[[Session, Session], object] | None = None,
+    ) -> None:
+        self.answers = Answers(ttl_s)
+        self._ttl_s = ttl_s
+        self._most = most
+        self._max_bytes = max_bytes
+        self._evicted = evicted or (lambda reason: None)
+        self._moved = moved or (lambda before, after: None)
+        self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def peek(self, id: str) -> Entry | None:
+        """The entry, if it is here and in time; it is then the most recently used one."""
+        self.sweep()
+        entry = self._entries.get(id)
+        if entry is not None:
+            entry.used = monotonic()
+            self._entries.move_to_end(id)
+        return entry
+
+    async def get(self, id: str) -> Entry:
+        """See `Sessions`."""
+        entry = self.peek(id)
+        if entry is None:
+            raise not_found("session")
+        return entry
+
+    async def create(self, session: Session, *, id: str | None = None, answers: dict[str, Done] | None = None) -> Entry:
+        """See `Sessions`."""
+        entry = Entry(id or session.id, session, answers=answers or {})
+        if self.peek(entry.id) is not None:
+            raise KeyError(entry.id)
+        self.put(entry)
+        return entry
+
+    def put(self, entry: Entry) -> None:
+        """Hold an entry, in place of one with its id."""
+        self.drop(entry.id)
+        entry.used = monotonic()
+        self._entries[entry.id] = entry
+        self.measure(entry)
+
+    def measure(self, entry: Entry) -> None:
+        """Take an entry's size again, and make room."""
+        if self._entries.get(entry.id) is not entry:
+            return
+        before, entry.nbytes = entry.nbytes, size_of(entry)
+        self.nbytes += entry.nbytes - before
+        while len(self._entries) > 1 and (len(self._entries) > self._most or self.nbytes > self._max_bytes):
+            oldest = next(iter(self._entries))
+            if oldest == entry.id:  # measured, not used: the others are newer, and it may stay
+                self._entries.move_to_end(oldest)
+                continue
+            self.drop(oldest)
+            self._evicted("lru")
+
+    async def commit(self, entry: Entry, session: Session, answers: dict[str, Done]) -> bool:
+        """See `Sessions`. Raises `Refusal` 404 where the session has gone meanwhile."""
+        if self._entries.get(entry.id) is not entry:
+            raise not_found("session")
+        self.replace(entry, session, answers, entry.version + 1)
+        return True
+
+    def replace(self, entry: Entry, session: Session, answers: dict[str, Done], version: int) -> None:
+        """What a commit does to an entry."""
+        self._moved(entry.session, session)
+        entry.session, entry.answers, entry.version, entry.window = session, answers, version, None
+        self.measure(entry)
+
+    async def keep_window(self, entry: Entry, window: KeptWindow) -> None:
+        """See `Sessions`."""
+        if window.version == entry.version:
+            entry.window = window
+            self.measure(entry)
+
+    async def window_of(self, entry: Entry) -> KeptWindow | None:
+        """See `Sessions`."""
+        return entry.last_window()
+
+    async def delete(self, id: str) -> bool:
+        """See `Sessions`."""
+        self.sweep()
+        return self.drop(id)
+
+    def drop(self, id: str) -> bool:
+        """Forget an entry; whether there was one."""
+        entry = self._entries.pop(id, None)
+        if entry is not None:
+            self.nbytes -= entry.nbytes
+            entry.nbytes = 0
+        return entry is not None
+
+    def sweep(self) -> None:
+        """Forget what was not used for so long."""
+        since = monotonic() - self._ttl_s
+        while self._entries:
+            oldest = next(iter(self._entries.values()))
+            if oldest.used > since:
+                return
+            self.drop(oldest.id)
+            self._evicted("ttl")

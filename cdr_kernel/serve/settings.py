@@ -1,0 +1,99 @@
+"""What a server is told: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cdr_kernel.ngram import HashKey
+
+LOOPBACK_NAMES = ("localhost",)
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve a store.
+
+    store: the folder of a store; with keys of several tenants, a folder with one store per tenant, named like it.
+    host, port: where to listen. Another address than loopback needs keys, or open_to_all.
+    keys: file of bearer keys (see `keys.Keys`); None serves everyone as the tenant "default".
+    metrics_key: the key that /metrics asks for where there are keys. Without one, /metrics is then closed.
+    token_key: signs session tokens, at least 32 bytes; replicas that resume each other's need the same. None makes one
+    that lasts as long as the process.
+    hash_key: of the stores and the guards of sessions, see `FactStore`.
+    embed: a sentence-transformers model for texts that come without a vector: the store's own.
+    redis: URL of a Redis for sessions that replicas share.
+
+    max_body: bytes of a request. max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that
+    go into one `rank_many`, 1 for none. max_k: facts of one ranking. max_documents: of one rerank.
+    deadline_s: seconds a request may take unless its CDR-Deadline-Ms says less.
+    session_ttl_s: seconds since a session was last used. max_sessions, session_bytes: what sessions of one tenant may
+    take in this process; the least recently used ones go first. row_cache_bytes: what rankings keep between windows,
+    of one tenant. threads: that pack, encode and write facts.
+    drain_s: seconds between SIGTERM (not ready) and closing the port. stop_s: seconds that accepted requests then get.
+    otel: whether to trace with OpenTelemetry (extra `otel`). access_log: a line of JSON per request.
+
+    Raises TypeError or ValueError for what is out of range.
+    """
+
+    store: Path
+    host: str = "127.0.0.1"
+    port: int = 8080
+    keys: Path | None = None
+    open_to_all: bool = False
+    metrics_key: str | None = field(default=None, repr=False)
+    token_key: bytes | None = field(default=None, repr=False)
+    hash_key: HashKey | None = field(default=None, repr=False)
+    embed: str | None = None
+    redis: str | None = field(default=None, repr=False)
+    max_body: int = 16 * MIB
+    max_queue: int = 128
+    max_batch: int = 64
+    max_k: int = 10_000
+    max_documents: int = 1_000
+    deadline_s: float = 30.0
+    session_ttl_s: float = 3600.0
+    max_sessions: int = 10_000
+    session_bytes: int = 512 * MIB
+    row_cache_bytes: int = 256 * MIB
+    threads: int = 2
+    drain_s: float = 1.0
+    stop_s: float = 30.0
+    otel: bool = False
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "store", Path(self.store))
+        if self.keys is not None:
+            object.__setattr__(self, "keys", Path(self.keys))
+        least: dict[str, float] = {"port": 0, "drain_s": 0.0, "stop_s": 0.0, "row_cache_bytes": 0, "max_body": 1024}
+        for item in fields(self):
+            value: Any = getattr(self, item.name)
+            if item.type not in ("int", "float"):
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole and not (item.type == "float" and isinstance(value, float)):
+                raise TypeError(f"{item.name}: expected {item.type}, got {value!r}")
+            low = least.get(item.name, 1 if item.type == "int" else 0.001)
+            if not low <= value < float("inf"):
+                raise ValueError(f"{item.name}: expected at least {low:g}, got {value!r}")
+        if self.port > 65535:
+            raise ValueError(f"port: expected at most 65535, got {self.port}")
+        if self.token_key is not None and len(self.token_key) < 32:
+            raise ValueError(f"token_key: expected at least 32 bytes, got {len(self.token_key)}")
+        if self.keys is None and not self.open_to_all and not is_loopback(self.host):
+            raise ValueError(
+                f"host: {self.host} can be reached from elsewhere: expected --keys, or --open-to-all where everyone "
+                "who reaches it may read and change everything"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host in LOOPBACK_NAMES

@@ -1,0 +1,611 @@
+"""The operations over HTTP: answers are those of the library, refusals say what is wrong and change nothing."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+
+import numpy as np
+import pytest
+from serving import (
+    DIM,
+    MODEL,
+    b64,
+    created,
+    error_of,
+    make_store,
+    new_session,
+    query,
+    rank,
+    same_session,
+    serving,
+    sub_vectors,
+    update,
+    write_keys,
+)
+
+from cdr_kernel import Retriever, WindowReport, cdr_rank, cdr_score, crp_headers, pack_facts
+from cdr_kernel.columns import Columns
+
+msgspec = pytest.importorskip("msgspec")
+
+NUMBERS = [
+    "score",
+    "score_without_guard",
+    "relevance",
+    "coverage",
+    "residual_pull",
+    "novelty",
+    "ngram_overlap",
+    "ngram_penalty",
+    "importance",
+    "multiplier",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("serve") / "store"
+    make_store().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    with serving(folder) as client:
+        yield client
+
+
+def agrees(answer, ranking):
+    """A rank's facts are the ranking's, to the last bit."""
+    facts = answer["facts"]
+    assert [fact["id"] for fact in facts] == ranking.ids
+    for name in NUMBERS:
+        assert [fact[name] for fact in facts] == getattr(ranking, name).tolist(), name
+    assert [fact["text"] for fact in facts] == [fact.text for fact in ranking.facts]
+    assert answer["qualified"] == ranking.qualified
+    assert answer["guard_activations"] == ranking.guard_activations
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_windows_over_http_are_those_of_the_library(client, mode):
+    settings = {"exclude_packed": True} if mode == "spec" else {"mode": "calibrated", "min_relevance": None}
+    sid = created(client, **settings)
+    own = same_session(exclude_packed=True)
+    if mode == "calibrated":
+        from cdr_kernel import Session
+
+        own = Session(own.sub_queries, embedding_model=MODEL, mode="calibrated")
+    retriever = Retriever(make_store())
+    for window in range(1, 4):
+        answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=6, token_budget=60))
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        ranking = cdr_rank(query(), retriever, own, k=6 if mode == "spec" else None)
+        envelope = pack_facts(ranking, 60, max_facts=None if mode == "spec" else 6)
+        exit = own.exit(envelope=envelope)
+        assert told["window"] == window
+        agrees(told, envelope.ranking)
+        assert told["tokens"] == envelope.tokens
+        assert told["skipped"] == envelope.skipped
+        assert told["anchor"] == own.anchor()
+        assert told["exit"]["reason"] == exit.reason
+        headers = {k: v for k, v in answer.headers.items() if k.startswith("crp-")}
+        assert headers == {k.lower(): v for k, v in crp_headers(envelope, own, exit).items()}
+
+        output = "\n".join(fact.text for fact in envelope.facts)
+        completeness = 0.3 * window
+        report = WindowReport(completeness, (f"s{window - 1}",))
+        answer = client.post(
+            f"/v1/sessions/{sid}/update", json=update([f"s{window - 1}"], output=output, completeness=completeness)
+        )
+        assert answer.status_code == 200, answer.text
+        own.update(report, output, envelope=envelope, embedding_model=MODEL)
+        exit = own.exit(report, envelope)
+        told = answer.json()
+        assert told["anchor"] == own.anchor()
+        assert told["exit"] == {
+            "stop": exit.stop,
+            "reason": exit.reason,
+            "also": list(exit.also),
+            "escalate": exit.escalate,
+            "detail": exit.detail,
+            "novelty_ratio": exit.novelty_ratio,
+        }
+        assert told["session"]["window_count"] == window
+        assert told["session"]["packed"] == len(own.packed)
+        headers = {k: v for k, v in answer.headers.items() if k.startswith("crp-")}
+        assert headers == {k.lower(): v for k, v in crp_headers(envelope, own, exit).items()}
+
+
+def test_json_and_msgpack_say_the_same(client):
+    sid = created(client)
+    plain = client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    body = msgspec.msgpack.encode({"embedding_model": MODEL, "query": query().tobytes(), "k": 5})
+    headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
+    packed = client.post(f"/v1/sessions/{sid}/rank", content=body, headers=headers)
+    assert packed.headers["content-type"] == "application/msgpack"
+    assert msgspec.msgpack.decode(packed.content) == plain.json()
+    listed = client.post(f"/v1/sessions/{sid}/rank", json=rank(query=query().astype(float).tolist()))
+    assert listed.json() == plain.json()
+    refused = client.post("/v1/facts/delete", content=b"\xc1", headers=headers)
+    assert refused.status_code == 400
+    assert msgspec.msgpack.decode(refused.content)["error"]["code"] == "malformed"
+
+
+def test_facts_come_go_and_are_replaced(folder):
+    with serving(folder) as client:
+        sid = created(client)
+        vector = b64(query())
+        fact = {"id": "new/one", "text": "the very query", "embedding": vector, "source": "s", "position": 3}
+        add = {"embedding_model": MODEL, "facts": [fact]}
+        assert client.post("/v1/facts", json=add).json() == {"added": 1, "skipped": [], "store_version": 1}
+        top = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=1)).json()
+        assert top["facts"][0]["id"] == "new/one"
+        assert top["store_version"] == 1
+        got = client.get("/v1/facts/new/one").json()
+        assert got == {
+            "id": "new/one",
+            "text": "the very query",
+            "source": "s",
+            "position": 3,
+            "importance": 1.0,
+            "sequence": 60,
+        }
+        again = client.post("/v1/facts", json=add)
+        assert again.status_code == 422
+        assert error_of(again)["field"] == "ids"
+        assert client.put("/v1/facts", json=add).json()["added"] == 1
+        assert client.get("/v1/facts/new/one").json()["sequence"] == 61
+        assert client.delete("/v1/facts/new/one").json()["removed"] == 1
+        assert client.delete("/v1/facts/new/one").status_code == 404
+        assert client.get("/v1/facts/new/one").status_code == 404
+        gone = client.post("/v1/facts/delete", json={"ids": ["f0", "nobody"]})
+        assert gone.status_code == 404
+        assert client.get("/v1/stats").json()["facts"] == 60
+        some = client.post("/v1/facts/delete", json={"ids": ["f0", "nobody"], "missing": "ignore"})
+        assert some.json()["removed"] == 1
+        assert client.get("/v1/stats").json()["facts"] == 59
+        zero = {"id": "z", "text": "", "embedding": b64(np.zeros(DIM))}
+        refused = client.put("/v1/facts", json={"embedding_model": MODEL, "facts": [zero]})
+        assert refused.status_code == 422
+        skipped = client.put("/v1/facts", json={"embedding_model": MODEL, "facts": [zero], "on_invalid": "skip"})
+        assert skipped.json()["skipped"] == ["z"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "field"),
+    [
+        ("POST", "/v1/sessions", {**new_session(), "embedding_model": "other"}, 409, "embedding_model"),
+        ("POST", "/v1/sessions", {"sub_queries": new_session()["sub_queries"]}, 422, "embedding_model"),
+        ("POST", "/v1/sessions", {**new_session(), "surprise": 1}, 422, "surprise"),
+        ("POST", "/v1/sessions", new_session(max_windows=21), 422, "settings.max_windows"),
+        ("POST", "/v1/sessions", new_session(gate=1.0), 422, None),
+        (
+            "POST",
+            "/v1/sessions",
+            {"embedding_model": MODEL, "sub_queries": [{"id": "a", "label": "A", "embedding": [1.0]}]},
+            422,
+            "sub_queries[0].embedding",
+        ),
+        (
+            "POST",
+            "/v1/sessions",
+            {"embedding_model": MODEL, "sub_queries": [{"id": "a", "label": "A"}]},
+            422,
+            "sub_queries[0].embedding",
+        ),
+        ("POST", "/v1/sessions/SID/rank", rank(embedding_model="other"), 409, "embedding_model"),
+        ("POST", "/v1/sessions/SID/rank", rank(k=-1), 422, "k"),
+        ("POST", "/v1/sessions/SID/rank", rank(k=10**6), 422, "k"),
+        ("POST", "/v1/sessions/SID/rank", rank(query=None), 422, "query"),
+        ("POST", "/v1/sessions/SID/rank", rank(query=None, text="hello"), 422, "query"),
+        ("POST", "/v1/sessions/SID/rank", rank(query=[0.0] * DIM), 422, "query"),
+        ("POST", "/v1/sessions/SID/rank", rank(pack="need"), 422, "pack"),
+        ("POST", "/v1/sessions/SID/rank", rank(query="!"), 422, "query"),
+        ("POST", "/v1/sessions/SID/update", {**update(), "embedding_model": "other"}, 409, "embedding_model"),
+        ("POST", "/v1/sessions/SID/update", update(["nobody"]), 422, "addressed"),
+        ("POST", "/v1/sessions/SID/update", update(completeness=1.5), 422, "report.completeness_score"),
+        ("POST", "/v1/sessions/SID/merge", {"branches": ["nobody"]}, 404, None),
+        ("POST", "/v1/sessions/nobody/rank", rank(), 404, None),
+        ("GET", "/v1/sessions/nobody", None, 404, None),
+        ("POST", "/v1/rerank", {"model": MODEL, "query_embedding": b64(query()), "documents": ["a"]}, 422, None),
+        ("POST", "/v1/rerank", {"model": MODEL, "documents": ["a"]}, 422, "query_embedding"),
+        ("GET", "/v1/nowhere", None, 404, None),
+        ("PATCH", "/v1/stats", None, 405, None),
+    ],
+)
+def test_bad_input_says_what_is_wrong_and_changes_nothing(client, method, path, body, status, field):
+    sid = created(client)
+    before = client.get(f"/v1/sessions/{sid}").json()
+    answer = client.request(method, path.replace("SID", sid), json=body)
+    assert answer.status_code == status, answer.text
+    error = error_of(answer)
+    assert error["message"]
+    if field is not None:
+        assert error["field"] == field
+    assert client.get(f"/v1/sessions/{sid}").json() == before
+    assert client.get("/v1/stats").json()["facts"] == 60
+
+
+def test_bodies_that_are_no_bodies(client):
+    def post(**more):
+        return client.post("/v1/facts/delete", **more)
+
+    assert post(content=b"{").status_code == 400
+    assert post(content=b"").status_code == 400
+    assert post(content=b'{"ids": ["\xff"]}').status_code == 400
+    assert post(content=b"[" * 100_000).status_code in (400, 422)
+    assert post(content=b"a=1", headers={"Content-Type": "application/x-www-form-urlencoded"}).status_code == 415
+    assert error_of(post(json=[]))["message"]
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(folder):
+    with serving(folder, max_body=2000) as client:
+        answer = client.post("/v1/facts/delete", json={"ids": ["x" * 3000]})
+        assert answer.status_code == 413
+        assert error_of(answer)["code"] == "too_large"
+
+        def parts():
+            for _ in range(10):
+                yield b"x" * 1000
+
+        assert client.post("/v1/facts/delete", content=parts()).status_code == 413
+        assert client.get("/v1/stats").status_code == 200
+
+
+def test_a_repeated_update_is_applied_once_and_answered_alike(client):
+    sid = created(client)
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    headers = {"Idempotency-Key": "k1"}
+    first = client.post(f"/v1/sessions/{sid}/update", json=update(), headers=headers)
+    second = client.post(f"/v1/sessions/{sid}/update", json=update(), headers=headers)
+    assert first.json() == second.json()
+    assert second.headers["idempotency-replayed"] == "true"
+    crp = [{k: v for k, v in a.headers.items() if k.startswith("crp-")} for a in (first, second)]
+    assert crp[0] == crp[1]
+    assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 1
+    other = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"]), headers=headers)
+    assert other.status_code == 422
+    assert error_of(other)["code"] == "idempotency_key_reused"
+    bad = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"]), headers={"Idempotency-Key": "x" * 300})
+    assert bad.status_code == 422
+    assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 1
+
+
+def test_repeats_that_come_at_once_are_applied_once(client):
+    sid = created(client)
+    answers = []
+
+    def send():
+        answers.append(
+            client.post(f"/v1/sessions/{sid}/update", json=update(), headers={"Idempotency-Key": "same"}).json()
+        )
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answer == answers[0] for answer in answers)
+    assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 1
+
+
+def test_fact_writes_and_sessions_are_made_once_per_key(folder):
+    with serving(folder) as client:
+        headers = {"Idempotency-Key": "w"}
+        body = {"embedding_model": MODEL, "facts": [{"id": "n", "text": "t", "embedding": b64(query())}]}
+        first = client.post("/v1/facts", json=body, headers=headers)
+        second = client.post("/v1/facts", json=body, headers=headers)
+        assert (first.status_code, first.json()) == (second.status_code, second.json()) == (200, first.json())
+        ids = {
+            client.post("/v1/sessions", json=new_session(), headers={"Idempotency-Key": "s"}).json()["id"] for _ in "ab"
+        }
+        assert len(ids) == 1
+        assert client.get("/v1/stats").json()["sessions"] == 1
+
+
+def test_updates_of_one_session_take_turns_and_none_is_lost(client):
+    sid = created(client, max_windows=20)
+
+    def send(i):
+        assert client.post(f"/v1/sessions/{sid}/update", json=update([f"s{i % 3}"])).status_code == 200
+
+    threads = [threading.Thread(target=send, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    session = client.get(f"/v1/sessions/{sid}").json()
+    assert session["window_count"] == 12
+    assert sorted(entry["window_number"] for entry in session["coverage"]) == list(range(1, 13))
+
+
+def test_a_deadline_that_passes_is_504_and_changes_nothing(client):
+    sid = created(client)
+    service = client.app.state.service
+    release = threading.Event()
+    blocked = [service.pool.submit(release.wait) for _ in range(service.settings.threads)]
+    try:
+        for path, body in ((f"/v1/sessions/{sid}/update", update()), (f"/v1/sessions/{sid}/rank", rank())):
+            answers = []
+            thread = threading.Thread(
+                target=lambda p=path, b=body, a=answers: a.append(
+                    client.post(p, json=b, headers={"CDR-Deadline-Ms": "30"})
+                )
+            )
+            thread.start()
+            time.sleep(0.1)
+            release.set()
+            thread.join()
+            release.clear()
+            blocked = [service.pool.submit(release.wait) for _ in range(service.settings.threads)]
+            assert answers[0].status_code == 504, answers[0].text
+            assert error_of(answers[0])["code"] == "deadline"
+    finally:
+        release.set()
+    for task in blocked:
+        task.result()
+    assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 0
+    for bad in ("0", "-1", "soon", "1.5", "9" * 30):
+        answer = client.get("/v1/stats", headers={"CDR-Deadline-Ms": bad})
+        assert answer.status_code == 422
+        assert error_of(answer)["field"] == "CDR-Deadline-Ms"
+
+
+def test_more_than_the_queue_takes_is_429_at_once(folder):
+    with serving(folder, max_queue=2) as client:
+        service = client.app.state.service
+        release = threading.Event()
+        blocked = [service.pool.submit(release.wait) for _ in range(service.settings.threads)]
+        sid_body = new_session()
+        answers = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(client.post("/v1/sessions", json=sid_body)))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 10
+        while service.tenants["default"].in_flight < 2 and time.monotonic() < until:
+            time.sleep(0.005)
+        refused = client.post("/v1/sessions", json=sid_body)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert error_of(refused)["code"] == "overloaded"
+        assert client.get("/readyz").status_code == 200
+        release.set()
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert [task.result() for task in blocked] == [True, True]
+        assert client.get("/v1/stats").json()["sessions"] == 2
+
+
+def test_assess_and_an_update_without_a_report_say_the_same(client):
+    sid = created(client)
+    output = "All about red. More about red things. Something on green."
+    report = client.post(f"/v1/sessions/{sid}/assess", json={"output": output, "min_depth": 0.0}).json()
+    assert report["words_by_sub_query"]
+    assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 0
+    plain = client.post(f"/v1/sessions/{sid}/assess", json={"output": output}).json()
+    updated = client.post(f"/v1/sessions/{sid}/update", json={"embedding_model": MODEL, "output": output}).json()
+    assert updated["report"] == plain
+    assert updated["session"]["words"] == {"s0": 0, "s1": 0, "s2": 0} | plain["words_by_sub_query"]
+
+
+def test_snapshot_merge_and_reset(client):
+    sid = created(client)
+    one = client.post(f"/v1/sessions/{sid}/snapshot").json()["id"]
+    two = client.post(f"/v1/sessions/{sid}/snapshot").json()["id"]
+    assert len({sid, one, two}) == 3
+    client.post(f"/v1/sessions/{one}/update", json=update(["s0"]))
+    client.post(f"/v1/sessions/{two}/update", json=update(["s1"]))
+    assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 0
+    merged = client.post(f"/v1/sessions/{sid}/merge", json={"branches": [one, two]}).json()
+    assert merged["window_count"] == 2
+    assert [entry["sub_query_id"] for entry in merged["coverage"]] == ["s0", "s1"]
+    assert merged["residual"] == ["s2"]
+    stale = client.post(f"/v1/sessions/{sid}/merge", json={"branches": [one]})
+    assert stale.status_code == 422
+    reset = client.post(f"/v1/sessions/{sid}/reset").json()
+    assert (reset["window_count"], reset["coverage"], reset["ngrams"]) == (0, [], 0)
+
+
+def test_packed_facts_may_be_named(client):
+    sid = created(client, exclude_packed=True)
+    first = [fact["id"] for fact in client.post(f"/v1/sessions/{sid}/rank", json=rank(k=4)).json()["facts"]]
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(packed=first[:2])).json()
+    assert told["session"]["packed"] == 2
+    assert told["exit"]["novelty_ratio"] is not None
+    second = [fact["id"] for fact in client.post(f"/v1/sessions/{sid}/rank", json=rank(k=4)).json()["facts"]]
+    assert not set(first[:2]) & set(second)
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"], packed=["elsewhere"])).json()
+    assert told["session"]["packed"] == 3
+    assert told["exit"]["novelty_ratio"] is None
+
+
+def test_a_ranking_of_an_earlier_state_does_not_count_for_an_update(client):
+    sid = created(client)
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    client.post(f"/v1/sessions/{sid}/reset")
+    told = client.post(f"/v1/sessions/{sid}/update", json=update()).json()
+    assert told["session"]["packed"] == 0
+
+
+def test_the_safety_budget_and_the_exits(client):
+    sid = created(client, max_windows=2)
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    answer = client.post(f"/v1/sessions/{sid}/update", json=update(["s0"], safety_budget=0.05))
+    exit = answer.json()["exit"]
+    assert (exit["stop"], exit["reason"], exit["escalate"]) == (True, "safety-budget-depleted", True)
+    assert answer.headers["crp-context-continuation-status"] == "safety-budget-depleted"
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    answer = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"], completeness=0.74))
+    assert answer.headers["crp-context-continuation-status"] == "limit-reached"
+    assert answer.headers["crp-quality-completeness"] == "0.74"
+    nothing = created(client, min_relevance=1.0)
+    answer = client.post(f"/v1/sessions/{nothing}/rank", json=rank())
+    assert answer.headers["crp-context-mode"] == "ckf-exhausted"
+    assert answer.headers["crp-onboarding-hint"] == "ingest-more-documents-for-continued-quality"
+    assert answer.json()["facts"] == []
+
+
+def test_rerank_scores_are_those_of_cdr_score(client):
+    r = np.random.default_rng(9)
+    rows = r.standard_normal((6, DIM)).astype(np.float32)
+    covered, residual = sub_vectors(2, seed=5), sub_vectors(1, seed=6)
+    body = {
+        "model": MODEL,
+        "query": "what",
+        "query_embedding": b64(query()),
+        "documents": [{"text": f"d{i}", "embedding": b64(row), "importance": 1.0 + i} for i, row in enumerate(rows)],
+        "covered": [b64(v) for v in covered],
+        "depths": [0.2, 0.9],
+        "residual": [b64(v) for v in residual],
+    }
+    told = client.post("/v1/rerank", json=body).json()
+    columns = Columns.spec(
+        query(), coverage=covered, depth_weights=np.array([0.2, 0.9]), residual=residual, min_relevance=-1.0
+    )
+    expected = cdr_score(rows.astype(np.float64), columns, importance=1.0 + np.arange(6), k=6)
+    assert [item["index"] for item in told["results"]] == expected.rows.tolist()
+    assert [item["relevance_score"] for item in told["results"]] == expected.score.tolist()
+    assert "document" not in told["results"][0]
+    assert told["usage"]["total_tokens"] == 7
+    top = client.post("/v1/rerank", json={**body, "top_n": 2, "return_documents": True}).json()["results"]
+    assert [item["index"] for item in top] == expected.rows[:2].tolist()
+    assert top[0]["document"]["text"] == f"d{top[0]['index']}"
+    stored = client.post(
+        "/v1/rerank", json={"model": MODEL, "query_embedding": b64(query()), "documents": [{"id": "f3"}, {"id": "f4"}]}
+    ).json()["results"]
+    assert {item["index"] for item in stored} == {0, 1}
+    gone = client.post(
+        "/v1/rerank", json={"model": MODEL, "query_embedding": b64(query()), "documents": [{"id": "gone"}]}
+    )
+    assert error_of(gone)["field"] == "documents[0].id"
+    assert client.post("/v1/rerank", json={**body, "model": "rerank-v3.5"}).status_code == 409
+
+
+def test_a_server_that_embeds_takes_texts(folder):
+    vectors = {"what": query(), "about red": sub_vectors()[0], "a document": sub_vectors()[1]}
+    with serving(folder, embed=None) as client:
+        service = client.app.state.service
+        service._embedder = lambda texts: np.stack([vectors.get(text, query()) for text in texts])
+        object.__setattr__(service.settings, "embed", MODEL)
+        items = [{"id": "s0", "label": "L", "text": "about red"}]
+        body = {"embedding_model": MODEL, "sub_queries": items, "settings": {"min_relevance": 0.3}}
+        sid = client.post("/v1/sessions", json=body).json()["id"]
+        by_text = client.post(f"/v1/sessions/{sid}/rank", json={"embedding_model": MODEL, "text": "what", "k": 5})
+        by_vector = client.post(f"/v1/sessions/{sid}/rank", json=rank())
+        assert by_text.json() == by_vector.json()
+        facts = [{"id": "t", "text": "what"}, {"id": "u", "text": "other", "embedding": b64(query(4))}]
+        assert client.post("/v1/facts", json={"embedding_model": MODEL, "facts": facts}).json()["added"] == 2
+        told = client.post("/v1/rerank", json={"model": MODEL, "query": "what", "documents": ["a document", "what"]})
+        assert told.json()["results"][0]["index"] == 1
+        report = client.post(f"/v1/sessions/{sid}/assess", json={"output": "what. What else."}).json()
+        assert set(report["words_by_sub_query"]) <= {"s0"}
+
+
+def test_health_metrics_and_the_document(client):
+    sid = created(client)
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    assert client.get("/livez").json()["status"] == "ok"
+    assert client.get("/readyz").json()["status"] == "ok"
+    text = client.get("/metrics").text
+    for name in (
+        'cdr_requests_total{operation="rank_facts",status="200"}',
+        'cdr_stage_seconds_count{stage="rank"}',
+        "cdr_batch_size_count",
+        "cdr_qualified_facts_count",
+        "cdr_gate_passed_facts_total",
+        "cdr_guard_activations_total",
+        'cdr_exits_total{reason="in-progress"}',
+        'cdr_store_facts{tenant="default"} 60.0',
+        'cdr_session_bytes{tenant="default"}',
+        "process_resident_memory_bytes",
+    ):
+        assert name in text, name
+    described = client.get("/openapi.json").json()
+    assert described["openapi"] == "3.1.0"
+    paths = {f"{m.upper()} {p}" for p, item in described["paths"].items() for m in item}
+    assert "POST /v1/sessions/{session_id}/rank" in paths
+    headers = described["paths"]["/v1/sessions/{session_id}/rank"]["post"]["responses"]["200"]["headers"]
+    assert "CRP-Context-Coverage-Score" in headers
+
+
+def test_request_ids_are_taken_over_or_made(client):
+    assert client.get("/livez", headers={"X-Request-ID": "abc-1"}).headers["x-request-id"] == "abc-1"
+    made = client.get("/livez", headers={"X-Request-ID": "a b\tc"}).headers["x-request-id"]
+    assert len(made) == 32
+
+
+def test_logs_hold_no_texts_vectors_or_keys(tmp_path, folder, caplog):
+    make_store().save(tmp_path / "one")
+    keys = write_keys(tmp_path / "keys.json", one="secret-key")
+    with caplog.at_level("INFO", logger="cdr_kernel.serve"), serving(tmp_path, keys=keys, access_log=True) as client:
+        client.headers["Authorization"] = "Bearer secret-key"
+        sid = created(client)
+        client.post(f"/v1/sessions/{sid}/rank", json=rank())
+        client.post(f"/v1/sessions/{sid}/update", json=update(output="an output nobody may log"))
+        service = client.app.state.service
+        service.tenants["one"].facts.get = lambda id: 1 / 0 and "text of a fact"
+        answer = client.get("/v1/facts/f1")
+        assert answer.status_code == 500
+        assert error_of(answer)["code"] == "internal"
+    lines = [repr(vars(record)) for record in caplog.records]
+    assert any("rank_facts" in line for line in lines)
+    assert any("ZeroDivisionError" in line for line in lines)
+    for line in lines:
+        for secret in ("nobody may log", "secret-key", b64(query()), "stone river"):
+            assert secret not in line
+
+
+def test_a_store_that_cannot_be_opened_is_unavailable(tmp_path):
+    from starlette.testclient import TestClient
+
+    from cdr_kernel.serve import Settings, create_app
+
+    app = create_app(Settings(store=tmp_path / "nothing"))
+    with TestClient(app) as client:
+        until = time.monotonic() + 10
+        while client.get("/readyz").json()["status"] == "loading" and time.monotonic() < until:
+            time.sleep(0.01)
+        assert client.get("/readyz").json()["status"] == "unavailable"
+        assert client.get("/v1/stats").status_code == 503
+        assert client.get("/livez").status_code == 200
+    assert isinstance(app.state.service.problem, FileNotFoundError)
+
+
+def test_texts_with_lone_surrogates_can_be_answered(tmp_path):
+    store = make_store(3)
+    store.add(["s"], ["broken \ud800 text"], query()[None])
+    store.save(tmp_path / "s")
+    with serving(tmp_path / "s") as client:
+        assert client.get("/v1/facts/s").json()["text"] == "broken \ufffd text"
+
+
+def test_the_blacklist_travels_with_a_token(client):
+    sid = created(client)
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    client.post(f"/v1/sessions/{sid}/update", json=update(), headers={"Idempotency-Key": "once"})
+    told = client.post(f"/v1/sessions/{sid}/token").json()
+    assert len(base64.b64decode(told["blacklist"])) == 16  # two 6-grams of seven words
+    body = {
+        "embedding_model": MODEL,
+        "token": told["token"],
+        "sub_queries": new_session()["sub_queries"],
+        "blacklist": told["blacklist"],
+    }
+    here = client.post("/v1/sessions/resume", json=body)
+    assert here.status_code == 409
+    before = client.delete(f"/v1/sessions/{sid}").json()
+    other = {**body, "blacklist": base64.b64encode(bytes(16)).decode()}
+    assert error_of(client.post("/v1/sessions/resume", json=other))["field"] == "blacklist"
+    after = client.post("/v1/sessions/resume", json=body).json()
+    assert after["id"] == sid
+    assert after == {**before, "packed": 0}  # a token holds packed facts only where they matter
+    again = client.post(f"/v1/sessions/{sid}/update", json=update(), headers={"Idempotency-Key": "once"})
+    assert again.headers["idempotency-replayed"] == "true"
+    assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 1
