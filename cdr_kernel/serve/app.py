@@ -55,6 +55,8 @@ def build(settings: Settings, *, failed: Callable[[Exception], object] | None = 
         finally:
             await loading
             await asyncio.to_thread(service.close)
+            if service.shared is not None:
+                await service.shared.close()
 
     app = _App(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service
@@ -170,13 +172,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return _refused(request, error.status_code, ErrorDetail(code, str(error.detail)), error.headers)
 
 
-Process = Callable[[Service, Request], Response]
+Process = Callable[[Service, Request], Awaitable[Response]]
 
 
 def _named(service: Service, name: str, process: Process) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         request.state.operation = name
-        return process(service, request)
+        return await process(service, request)
 
     return endpoint
 
@@ -185,15 +187,18 @@ def _health(status: str, code: int) -> Response:
     return Response(schema.encode(schema.Health(status, cdr_kernel.__version__), False)[0], code, None, schema.JSON)
 
 
-def _livez(service: Service, request: Request) -> Response:
+async def _livez(service: Service, request: Request) -> Response:
     return _health("ok", 200)
 
 
-def _readyz(service: Service, request: Request) -> Response:
-    return _health(service.state, 200 if service.state == READY else 503)
+async def _readyz(service: Service, request: Request) -> Response:
+    status = service.state
+    if status == READY and service.shared is not None and not await service.shared.alive():
+        status = FAILED
+    return _health(status, 200 if status == READY else 503)
 
 
-def _metrics(service: Service, request: Request) -> Response:
+async def _metrics(service: Service, request: Request) -> Response:
     """Numbers of all tenants: with keys, for whoever has the metrics key alone."""
     if service.keys is not None and not same(
         bearer(request.headers.get("authorization")), service.settings.metrics_key
@@ -205,4 +210,8 @@ def _metrics(service: Service, request: Request) -> Response:
 
 def _openapi(described: dict[str, Any]) -> Process:
     body = schema.encode(described, False)[0]
-    return lambda service, request: Response(body, 200, None, schema.JSON)
+
+    async def answer(service: Service, request: Request) -> Response:
+        return Response(body, 200, None, schema.JSON)
+
+    return answer

@@ -96,18 +96,23 @@ class Batcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._turn:
-                while not self._lanes:
-                    if self._closed:
-                        return
-                    self._turn.wait()
-                lane = self._lanes.popleft()
-                batch = self._take(lane)
-                if lane.waiting:
-                    self._lanes.append(lane)
-            if batch:
-                self._rank(lane, batch)
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Rank the next batch; False once there is none and none will come."""
+        with self._turn:
+            while not self._lanes:
+                if self._closed:
+                    return False
+                self._turn.wait()
+            lane = self._lanes.popleft()
+            batch = self._take(lane)
+            if lane.waiting:
+                self._lanes.append(lane)
+        if batch:
+            self._rank(lane, batch)
+        return True
 
     def _take(self, lane: Lane) -> list[Ask]:
         """The first that waits in time, and who can go with it, in their order."""

@@ -34,7 +34,7 @@ async def rank_facts(call: Call) -> Answer:
         raise invalid("k", f"at most {service.settings.max_k}", str(body.k))
     query = await _query(call, body.query, body.text, "query")
     entry = await tenant.sessions.get(call.params["session_id"])
-    session, version = entry.session, entry.version
+    session, version = entry.now.session, entry.now.number
     by_need = session.calibrated is not None and body.pack != "greedy"
     if body.pack == "need" and not by_need:
         raise invalid("pack", '"greedy" for a session of mode "spec"', '"need"')

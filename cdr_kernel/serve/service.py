@@ -18,6 +18,7 @@ from cdr_kernel.serve.batching import Batcher, Lane
 from cdr_kernel.serve.errors import invalid, late, refuse
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
 from cdr_kernel.serve.metrics import Metrics
+from cdr_kernel.serve.redis_sessions import Redis
 from cdr_kernel.serve.sessions import LocalSessions, Sessions
 from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.stores import FolderFacts, open_facts
@@ -115,7 +116,7 @@ class Answer:
 class Service:
     """The parts of one application. Made without opening anything; `load` opens the stores."""
 
-    def __init__(self, settings: Settings, *, clients: Any = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.keys = None if settings.keys is None else Keys.read(settings.keys)
         self.metrics = Metrics()
@@ -125,7 +126,7 @@ class Service:
         self.pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-work")
         self.embedding = ThreadPoolExecutor(1, thread_name_prefix="cdr-embed")
         self.token_key = settings.token_key or secrets.token_bytes(32)
-        self.shared = clients
+        self.shared: Redis | None = None if settings.redis is None else Redis(settings.redis)
         self.stopping = False
         self.accepted = self.completed = 0
         self._embedder: Callable[[list[str]], Any] | None = None

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from cdr_kernel.serve.fact_operations import done_of, once, replay
 from cdr_kernel.serve.idempotency import replayed
 from cdr_kernel.serve.kept_window import KeptWindow, envelope_of
 from cdr_kernel.serve.service import Answer, Call
-from cdr_kernel.serve.sessions import Entry, new_id, with_answer
+from cdr_kernel.serve.sessions import Entry, Version, new_id, with_answer
 from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
 from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
 
@@ -49,7 +49,7 @@ async def create_session(call: Call) -> Answer:
 
     async def work() -> Answer:
         entry = await tenant.sessions.create(await call.thread(make))
-        return Answer(session_body(entry.id, entry.session))
+        return Answer(session_body(entry.id, entry.now.session))
 
     return await once(call, work)
 
@@ -57,7 +57,7 @@ async def create_session(call: Call) -> Answer:
 async def get_session(call: Call) -> Answer:
     """A session as it is."""
     entry = await call.tenant.sessions.get(call.params["session_id"])
-    return Answer(session_body(entry.id, entry.session))
+    return Answer(session_body(entry.id, entry.now.session))
 
 
 async def delete_session(call: Call) -> Answer:
@@ -65,7 +65,7 @@ async def delete_session(call: Call) -> Answer:
     entry = await call.tenant.sessions.get(call.params["session_id"])
     if not await call.tenant.sessions.delete(entry.id):
         raise not_found("session")
-    return Answer(session_body(entry.id, entry.session))
+    return Answer(session_body(entry.id, entry.now.session))
 
 
 async def update_session(call: Call) -> Answer:
@@ -77,11 +77,11 @@ async def update_session(call: Call) -> Answer:
     window = await call.tenant.sessions.window_of(entry)
     vectors = await _sentence_vectors(call, body.output) if writes_report else None
 
-    def work(entry: Entry, twin: Session) -> Answer:
+    def work(entry: Entry, before: Version, twin: Session) -> Answer:
         if body.safety_budget is not None:
             twin.safety_budget = body.safety_budget
         if writes_report:
-            report = _assessed(call, entry, body.output, vectors)
+            report = _assessed(call, entry, before.session, body.output, vectors)
         else:
             report = WindowReport(
                 completeness_score=body.report.completeness_score,
@@ -89,11 +89,11 @@ async def update_session(call: Call) -> Answer:
                 depth_by_sub_query=body.report.depth_by_sub_query,
                 words_by_sub_query=body.report.words_by_sub_query,
             )
-        kept = window if window is not None and window.version == entry.version else None
+        kept = window if window is not None and window.version == before.number else None
         packed, tested = _envelopes(body.packed, kept, len(twin.coverage))
         twin.update(report, body.output, envelope=packed, embedding_model=body.embedding_model)
         exit = twin.exit(report, tested)
-        headers = crp_headers(tested or envelope_of((), len(entry.session.coverage)), twin, exit)
+        headers = crp_headers(tested or envelope_of((), len(before.session.coverage)), twin, exit)
         updated = schema.Updated(session_body(entry.id, twin), exit_body(exit), twin.anchor(), report_body(report))
         return Answer(updated, headers)
 
@@ -111,14 +111,14 @@ async def assess_output(call: Call) -> Answer:
     vectors = await _sentence_vectors(call, body.output)
     chosen = {"min_depth": body.min_depth, "expected_words": body.expected_words}
     options = {name: value for name, value in chosen.items() if value is not None}
-    report = await call.thread(lambda: _assessed(call, entry, body.output, vectors, **options))
+    report = await call.thread(lambda: _assessed(call, entry, entry.now.session, body.output, vectors, **options))
     return Answer(report_body(report))
 
 
 async def reset_session(call: Call) -> Answer:
     """Back to before the first window (§2.7)."""
 
-    def work(entry: Entry, twin: Session) -> Answer:
+    def work(entry: Entry, before: Version, twin: Session) -> Answer:
         twin.reset()
         return Answer(session_body(entry.id, twin))
 
@@ -130,8 +130,8 @@ async def snapshot_session(call: Call) -> Answer:
 
     async def work() -> Answer:
         entry = await call.tenant.sessions.get(call.params["session_id"])
-        branch = await call.tenant.sessions.create(entry.session.snapshot(), id=new_id())
-        return Answer(session_body(branch.id, branch.session))
+        branch = await call.tenant.sessions.create(entry.now.session.snapshot(), id=new_id())
+        return Answer(session_body(branch.id, branch.now.session))
 
     return await once(call, work)
 
@@ -141,8 +141,8 @@ async def merge_sessions(call: Call) -> Answer:
     sessions = call.tenant.sessions
     branches = [await sessions.get(id) for id in call.body.branches]
 
-    def work(entry: Entry, twin: Session) -> Answer:
-        twin.merge([branch.session for branch in branches])
+    def work(entry: Entry, before: Version, twin: Session) -> Answer:
+        twin.merge([branch.now.session for branch in branches])
         return Answer(session_body(entry.id, twin))
 
     return await change(call, work)
@@ -154,13 +154,13 @@ async def export_session(call: Call) -> Answer:
     ttl = call.service.settings.session_ttl_s
 
     def work() -> schema.TokenBody:
-        session = entry.session
+        session = entry.now.session
         hashes = None if session.guard is None else session.guard.hashes.astype("<u8").tobytes()
         payload = Payload(
             id=entry.id,
             session=session.token(),
             blacklist=None if not hashes else hashlib.sha256(hashes).hexdigest(),
-            answers=dict(list(entry.answers.items())[-CARRIED_ANSWERS:]),
+            answers=dict(list(entry.now.answers.items())[-CARRIED_ANSWERS:]),
             expires=int(time.time() + ttl),
         )
         return schema.TokenBody(call.tenant.signer.sign(payload), hashes or None, int(ttl))
@@ -194,46 +194,50 @@ async def resume_session(call: Call) -> Answer:
         except KeyError:
             message = "the session is here already: delete it to go back to the token's state"
             raise Refusal(409, "session_exists", message, field="token") from None
-        return Answer(session_body(entry.id, entry.session))
+        return Answer(session_body(entry.id, entry.now.session))
 
     return await once(call, work)
 
 
-async def change(call: Call, work: Callable[[Entry, Session], Answer]) -> Answer:
+Change: TypeAlias = Callable[[Entry, Version, Session], Answer]
+
+
+async def change(call: Call, work: Change) -> Answer:
     """Change a session, one caller at a time: `work` changes a snapshot, which then takes the session's place.
 
-    Once per Idempotency-Key. Where another replica was first, the change starts again from what it left. The deadline
-    counts until the commit; 504 means nothing was changed.
+    work: called with the entry, the version that the snapshot is of, and the snapshot. Once per Idempotency-Key. Where
+    another replica was first, the change starts again from what it left. The deadline counts until the commit; 504
+    means nothing was changed.
     """
     sessions, id = call.tenant.sessions, call.params["session_id"]
     for _ in range(ATTEMPTS):
         entry = await sessions.get(id)
         await call.locked(entry.lock)
         try:
-            entry = await _again(call, entry)
-            if call.key is not None:
-                done = replayed(entry.answers.get(call.key), call.digest)
-                if done is not None:
-                    return replay(done)
-            call.check_deadline()
-            twin = entry.session.snapshot()
-            answer = await call.thread(lambda entry=entry, twin=twin: work(entry, twin))  # type: ignore[misc]  # defaults
-            call.check_deadline()
-            answers = with_answer(entry.answers, call.key, done_of(call, answer)) if call.key else entry.answers
-            with call.service.metrics.stage("commit"):
-                if await sessions.commit(entry, twin, answers):
+            if await sessions.get(id) is entry:  # else it went, or was read anew, while we waited
+                answer = await _changed(call, entry, work)
+                if answer is not None:
                     return answer
         finally:
             entry.lock.release()
     raise unavailable("contention", "the session was changed by others all the time, try again")
 
 
-async def _again(call: Call, locked: Entry) -> Entry:
-    """The entry whose lock is held, as it is now; `Refusal` 404 where it has gone while we waited."""
-    entry = await call.tenant.sessions.get(locked.id)
-    if entry is not locked:
-        raise not_found("session")
-    return entry
+async def _changed(call: Call, entry: Entry, work: Change) -> Answer | None:
+    """The answer of a change that was committed or had been before; None where another replica was first."""
+    before = entry.now
+    if call.key is not None:
+        done = replayed(before.answers.get(call.key), call.digest)
+        if done is not None:
+            return replay(done)
+    call.check_deadline()
+    twin = before.session.snapshot()
+    answer = await call.thread(lambda: work(entry, before, twin))
+    call.check_deadline()
+    answers = with_answer(before.answers, call.key, done_of(call, answer)) if call.key else before.answers
+    with call.service.metrics.stage("commit"):
+        committed = await call.tenant.sessions.commit(entry, before, twin, answers)
+    return answer if committed else None
 
 
 def _envelopes(
@@ -255,8 +259,10 @@ async def _sentence_vectors(call: Call, output: str) -> dict[str, Any] | None:
     return dict(zip(sentences, await call.embed(sentences, "output"), strict=True)) if sentences else {}
 
 
-def _assessed(call: Call, entry: Entry, output: str, vectors: dict[str, Any] | None, **options: Any) -> WindowReport:
-    session, tenant = entry.session, call.tenant
+def _assessed(
+    call: Call, entry: Entry, session: Session, output: str, vectors: dict[str, Any] | None, **options: Any
+) -> WindowReport:
+    tenant = call.tenant
     if vectors is None:
         return assess(output, session.sub_queries, written=session.words, **options)
     if entry.thresholds is None:

@@ -28,27 +28,31 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
+@dataclass(frozen=True, eq=False)
+class Version:
+    """A session at one moment. number: no other version of it has this one. answers: of its last updates by
+    Idempotency-Key."""
+
+    session: Session
+    number: int = 1
+    answers: dict[str, Done] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Entry:
     """A session that is served.
 
-    version: grows with every commit. answers: of its last updates by Idempotency-Key. window: of its last ranking.
-    thresholds: what `similarity_thresholds` says, once it was asked. lock: held by whoever changes the session.
+    now: replaced as a whole by every change, so whoever takes it once has one consistent version. window: of its last
+    ranking. thresholds: what `similarity_thresholds` says, once it was asked. lock: held by whoever changes it.
     """
 
     id: str
-    session: Session
-    version: int = 1
-    answers: dict[str, Done] = field(default_factory=dict)
+    now: Version
     window: KeptWindow | None = None
     thresholds: dict[str, float] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     nbytes: int = 0
     used: float = 0.0
-
-    def last_window(self) -> KeptWindow | None:
-        """The last ranking's envelope, if it was of the session as it is."""
-        return self.window if self.window is not None and self.window.version == self.version else None
 
 
 def with_answer(answers: dict[str, Done], key: str | None, done: Done) -> dict[str, Done]:
@@ -61,13 +65,14 @@ def with_answer(answers: dict[str, Done], key: str | None, done: Done) -> dict[s
 
 def size_of(entry: Entry) -> int:
     """About what a session takes in memory, bytes."""
-    session, state = entry.session, entry.session.state
+    session = entry.now.session
+    state = session.state
     vectors = 2 * session.embeddings.nbytes
     texts = sum(len(item.id) + len(item.label) + len(item.text) + 400 for item in session.sub_queries)
     guard = 0 if state.guard is None else state.guard.nbytes
     direction = 0 if state.feedback is None or state.feedback.direction is None else state.feedback.direction.nbytes
     changing = 150 * len(state.packed) + 200 * len(state.coverage) + 100 * len(state.words) + guard + direction
-    kept = sum(done.nbytes for done in entry.answers.values())
+    kept = sum(done.nbytes for done in entry.now.answers.values())
     return 2000 + vectors + texts + changing + kept + (0 if entry.window is None else entry.window.nbytes)
 
 
@@ -85,14 +90,14 @@ class Sessions(Protocol):
     async def create(self, session: Session, *, id: str | None = None, answers: dict[str, Done] | None = None) -> Entry:
         """A session from now on. Raises KeyError where the id is taken."""
 
-    async def commit(self, entry: Entry, session: Session, answers: dict[str, Done]) -> bool:
-        """Put a changed snapshot in the session's place; False, and nothing done, where somebody else was first."""
+    async def commit(self, entry: Entry, before: Version, session: Session, answers: dict[str, Done]) -> bool:
+        """Put a changed snapshot of a version in its place; False, and nothing done, where somebody else was first."""
 
     async def keep_window(self, entry: Entry, window: KeptWindow) -> None:
         """Remember a ranking until the next commit."""
 
     async def window_of(self, entry: Entry) -> KeptWindow | None:
-        """The last ranking of the session as it is, by whichever replica."""
+        """The last ranking, by whichever replica; it may be of an earlier version."""
 
     async def delete(self, id: str) -> bool:
         """Forget a session; whether there was one."""
@@ -144,7 +149,7 @@ class LocalSessions:
 
     async def create(self, session: Session, *, id: str | None = None, answers: dict[str, Done] | None = None) -> Entry:
         """See `Sessions`."""
-        entry = Entry(id or session.id, session, answers=answers or {})
+        entry = Entry(id or session.id, Version(session, answers=answers or {}))
         if self.peek(entry.id) is not None:
             raise KeyError(entry.id)
         self.put(entry)
@@ -171,28 +176,30 @@ class LocalSessions:
             self.drop(oldest)
             self._evicted("lru")
 
-    async def commit(self, entry: Entry, session: Session, answers: dict[str, Done]) -> bool:
+    async def commit(self, entry: Entry, before: Version, session: Session, answers: dict[str, Done]) -> bool:
         """See `Sessions`. Raises `Refusal` 404 where the session has gone meanwhile."""
         if self._entries.get(entry.id) is not entry:
             raise not_found("session")
-        self.replace(entry, session, answers, entry.version + 1)
+        if entry.now is not before:
+            return False
+        self.replace(entry, Version(session, before.number + 1, answers))
         return True
 
-    def replace(self, entry: Entry, session: Session, answers: dict[str, Done], version: int) -> None:
+    def replace(self, entry: Entry, version: Version) -> None:
         """What a commit does to an entry."""
-        self._moved(entry.session, session)
-        entry.session, entry.answers, entry.version, entry.window = session, answers, version, None
+        self._moved(entry.now.session, version.session)
+        entry.now, entry.window = version, None
         self.measure(entry)
 
     async def keep_window(self, entry: Entry, window: KeptWindow) -> None:
         """See `Sessions`."""
-        if window.version == entry.version:
+        if window.version == entry.now.number:
             entry.window = window
             self.measure(entry)
 
     async def window_of(self, entry: Entry) -> KeptWindow | None:
         """See `Sessions`."""
-        return entry.last_window()
+        return entry.window
 
     async def delete(self, id: str) -> bool:
         """See `Sessions`."""

@@ -1,0 +1,201 @@
+"""Replicas that share sessions through Redis: a real one, started here (Debian's redis-server)."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+from serving import bearer, created, error_of, make_store, rank, serving, update, write_keys
+
+redis = pytest.importorskip("redis", reason="needs the redis extra")
+
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(
+        shutil.which("redis-server") is None, reason="needs redis-server (apt-get install redis-server)"
+    ),
+]
+
+
+class Server:
+    """A Redis on a free port of loopback that keeps nothing on disk."""
+
+    def __init__(self, folder):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self.start()
+
+    def start(self):
+        self._process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            cwd=self._folder,
+            stdout=subprocess.DEVNULL,
+        )
+        self.client = redis.Redis.from_url(self.url)
+        until = time.monotonic() + 20
+        while True:
+            try:
+                self.client.ping()
+                return
+            except redis.exceptions.ConnectionError:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+
+    def stop(self):
+        self.client.close()
+        self._process.terminate()
+        self._process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    started = Server(tmp_path_factory.mktemp("redis"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_store().save(tmp_path / "s")
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def replicas(folder, server):
+    with serving(folder, redis=server.url) as one, serving(folder, redis=server.url) as two:
+        yield one, two
+
+
+def everywhere(replicas, sends):
+    """What these functions of a client answer, all at once, on one replica after the other in turn."""
+    answers = [None] * len(sends)
+
+    def run(i, send):
+        answers[i] = send(replicas[i % len(replicas)])
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(sends)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def test_a_session_of_one_replica_is_there_on_the_other(replicas):
+    one, two = replicas
+    sid = created(one, exclude_packed=True)
+    ranks = [client.post(f"/v1/sessions/{sid}/rank", json=rank()).json() for client in replicas]
+    assert ranks[0] == ranks[1]
+    told = two.post(f"/v1/sessions/{sid}/update", json=update()).json()  # takes the ranking that the other made
+    assert told["session"]["packed"] == 5
+    assert told["exit"]["novelty_ratio"] is not None
+    assert one.get(f"/v1/sessions/{sid}").json() == told["session"]
+    ranks = [client.post(f"/v1/sessions/{sid}/rank", json=rank()).json() for client in replicas]
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["window"] == 2
+    one.delete(f"/v1/sessions/{sid}")
+    assert two.get(f"/v1/sessions/{sid}").status_code == 404
+
+
+def test_no_update_is_lost_between_replicas(replicas):
+    sid = created(replicas[0], max_windows=20)
+    sends = [
+        lambda client, i=i: client.post(f"/v1/sessions/{sid}/update", json=update([f"s{i % 3}"])) for i in range(16)
+    ]
+    answers = everywhere(replicas, sends)
+    assert [answer.status_code for answer in answers] == [200] * 16
+    for client in replicas:
+        session = client.get(f"/v1/sessions/{sid}").json()
+        assert session["window_count"] == 16
+        assert [entry["window_number"] for entry in session["coverage"]] == list(range(1, 17))
+    assert sorted(answer.json()["session"]["window_count"] for answer in answers) == list(range(1, 17))
+
+
+def test_a_repeat_on_another_replica_is_applied_once(replicas):
+    one, two = replicas
+    sid = created(one)
+    headers = {"Idempotency-Key": "k"}
+    sends = [lambda client: client.post(f"/v1/sessions/{sid}/update", json=update(), headers=headers)] * 8
+    answers = everywhere(replicas, sends)
+    assert {answer.text for answer in answers} == {answers[0].text}
+    assert two.get(f"/v1/sessions/{sid}").json()["window_count"] == 1
+    body = {"ids": ["f1"]}
+    first = one.post("/v1/facts/delete", json=body, headers={"Idempotency-Key": "d"})
+    second = two.post("/v1/facts/delete", json=body, headers={"Idempotency-Key": "d"})
+    assert first.json() == second.json()
+    assert second.headers["idempotency-replayed"] == "true"
+
+
+def test_branches_merge_from_anywhere(replicas):
+    one, two = replicas
+    sid = created(one)
+    branch = one.post(f"/v1/sessions/{sid}/snapshot").json()["id"]
+    two.post(f"/v1/sessions/{branch}/update", json=update(["s1"]))
+    merged = one.post(f"/v1/sessions/{sid}/merge", json={"branches": [branch]}).json()
+    assert merged["coverage"][0]["sub_query_id"] == "s1"
+    assert two.get(f"/v1/sessions/{sid}").json() == merged
+
+
+def test_sessions_end_in_redis_too(folder, server):
+    with serving(folder, redis=server.url, session_ttl_s=0.3) as client:
+        sid = created(client)
+        for _ in range(4):
+            time.sleep(0.15)
+            assert client.get(f"/v1/sessions/{sid}").status_code == 200
+        assert 0 < server.client.pttl(f"cdr:default:session:{sid}") <= 300
+        time.sleep(0.5)
+        assert client.get(f"/v1/sessions/{sid}").status_code == 404
+
+
+def test_a_small_replica_reads_again_what_it_forgot(folder, server):
+    with serving(folder, redis=server.url, max_sessions=1) as client:
+        ids = [created(client) for _ in range(3)]
+        for id in ids * 2:
+            assert client.post(f"/v1/sessions/{id}/update", json=update()).status_code == 200
+        assert [client.get(f"/v1/sessions/{id}").json()["window_count"] for id in ids] == [2, 2, 2]
+        assert client.get("/v1/stats").json()["sessions"] == 1
+
+
+def test_tenants_do_not_meet_in_redis(tmp_path, server):
+    for name in ("a", "b"):
+        make_store().save(tmp_path / name)
+    keys = write_keys(tmp_path / "keys.json", a="ka", b="kb")
+    with serving(tmp_path, redis=server.url, keys=keys) as client:
+        sid = created(client, headers=bearer("ka"))
+        foreign = client.get(f"/v1/sessions/{sid}", headers=bearer("kb"))
+        absent = client.get(f"/v1/sessions/{'0' * 32}", headers=bearer("kb"))
+        assert foreign.status_code == absent.status_code == 404
+        assert error_of(foreign) == error_of(absent)
+        for odd in ("..", "a:session", "*", "x" * 500):
+            assert client.get(f"/v1/sessions/{odd}", headers=bearer("kb")).status_code == 404
+        assert client.get(f"/v1/sessions/{sid}", headers=bearer("ka")).status_code == 200
+
+
+def test_without_redis_nothing_is_changed_and_the_replica_is_not_ready(folder, tmp_path):
+    server = Server(tmp_path)
+    try:
+        with serving(folder, redis=server.url) as client:
+            sid = created(client)
+            server.stop()
+            for answer in (
+                client.post(f"/v1/sessions/{sid}/update", json=update()),
+                client.get(f"/v1/sessions/{sid}"),
+                client.post(f"/v1/sessions/{sid}/rank", json=rank()),
+            ):
+                assert answer.status_code == 503
+                assert error_of(answer)["code"] == "sessions_unavailable"
+                assert answer.headers["retry-after"] == "1"
+            assert client.get("/readyz").status_code == 503
+            assert client.get("/v1/stats").status_code == 200
+            server.start()
+            assert client.get("/readyz").status_code == 200
+            assert client.get(f"/v1/sessions/{sid}").status_code == 404  # this Redis keeps nothing
+            assert created(client)
+    finally:
+        server.stop()

@@ -1,0 +1,138 @@
+"""What a server is told: addresses, keys, limits, and the errors of what does not go together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from cdr_kernel.serve import Settings
+from cdr_kernel.serve.settings import is_loopback
+
+pytest.importorskip("msgspec")
+
+from cdr_kernel.serve.errors import of_library, of_schema
+from cdr_kernel.serve.keys import Keys, bearer, same
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+def test_loopback_needs_no_keys(host):
+    assert is_loopback(host)
+    assert Settings(store="s", host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_elsewhere_needs_keys_or_a_word(host, tmp_path):
+    with pytest.raises(ValueError, match="expected --keys"):
+        Settings(store="s", host=host)
+    assert Settings(store="s", host=host, open_to_all=True)
+    assert Settings(store="s", host=host, keys=tmp_path / "k")
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ({"port": 70000}, ValueError),
+        ({"port": -1}, ValueError),
+        ({"max_queue": 0}, ValueError),
+        ({"max_queue": True}, TypeError),
+        ({"max_batch": 1.5}, TypeError),
+        ({"deadline_s": 0}, ValueError),
+        ({"deadline_s": float("nan")}, ValueError),
+        ({"drain_s": float("inf")}, ValueError),
+        ({"token_key": b"short"}, ValueError),
+    ],
+)
+def test_bad_settings(setting, error):
+    with pytest.raises(error, match=next(iter(setting))):
+        Settings(store="s", **setting)
+
+
+def test_secrets_do_not_show():
+    shown = repr(Settings(store="s", token_key=b"t" * 32, metrics_key="mmm", redis="redis://:pw@h", hash_key=b"hhh"))
+    for secret in ("ttt", "mmm", "pw", "hhh"):
+        assert secret not in shown
+
+
+def digest(key):
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_keys_belong_to_tenants(tmp_path):
+    entries = [("acme", digest("a1")), ("acme", digest("a2")), ("zenith", digest("z"))]
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"tenant": t, "sha256": d} for t, d in entries]}))
+    keys = Keys.read(path)
+    assert keys.tenants == ["acme", "zenith"]
+    assert [keys.tenant(k) for k in ("a1", "a2", "z", "b", "", "\ud800")] == [
+        "acme",
+        "acme",
+        "zenith",
+        None,
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [[], [("../up", digest("a"))], [("A", digest("a"))], [("a", "12")], [("a", digest("a")), ("b", digest("a"))]],
+)
+def test_bad_keys(entries, tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"tenant": t, "sha256": d} for t, d in entries]}))
+    with pytest.raises(ValueError, match=r"keys.json: "):
+        Keys.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"keys": 3}', '{"keys": [{"tenant": "a", "key": "plain"}]}'])
+def test_a_file_of_keys_that_is_none(text, tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected") as caught:
+        Keys.read(path)
+    assert "plain" not in str(caught.value)
+
+
+def test_bearer_headers():
+    assert bearer("Bearer abc") == bearer("bearer  abc ") == "abc"
+    assert [bearer(h) for h in (None, "", "Bearer", "Bearer ", "Basic abc", "abc")] == [None] * 6
+    assert same("a", "a")
+    assert not any([same("a", "b"), same(None, "a"), same("a", None), same(None, None)])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "field", "expected", "got"),
+    [
+        (ValueError("k: expected at least 0, got -1"), 422, "k", "at least 0", "-1"),
+        (ValueError("max_windows must be 1 to 20, got 21"), 422, "max_windows", "be 1 to 20", "21"),
+        (TypeError("completeness_score must be a number, got 'x'"), 422, "completeness_score", "be a number", "'x'"),
+        (ValueError("something else"), 422, None, None, None),
+        (KeyError("ids: 'a' not in the store"), 404, None, None, None),
+    ],
+)
+def test_errors_of_the_library_become_refusals(error, status, field, expected, got):
+    refusal = of_library(error)
+    detail = refusal.detail
+    assert (refusal.status, detail.field, detail.expected, detail.got) == (status, field, expected, got)
+    assert of_library(RuntimeError("x")) is None
+
+
+def test_errors_of_the_schema_say_where():
+    import msgspec
+
+    from cdr_kernel.serve.schema import NewSession
+
+    def told(body):
+        with pytest.raises(msgspec.DecodeError) as caught:
+            msgspec.json.decode(body, type=NewSession)
+        detail = of_schema(caught.value).detail
+        return detail.field, detail.expected, detail.got
+
+    assert told(b'{"embedding_model": 3}') == ("embedding_model", "`str`", "`int`")
+    assert told(b"{}")[:2] == ("embedding_model", "this field")
+    assert told(b'{"embedding_model": "m", "sub_queries": [{"id": "a"}]}')[0] == "sub_queries[0].label"
+    assert told(b'{"x": 1}') == ("x", "no such field", "it")
+    assert told(b"[]") == (None, "`object`", "`array`")
+    assert told(b'{"embedding_model": "m", "sub_queries": []}') == ("sub_queries", "`array` of length >= 1", None)
