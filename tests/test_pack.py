@@ -131,6 +131,12 @@ def test_only_packed_facts_count():
     assert envelope.novelty_ratio() == pytest.approx(0.9)
 
 
+def test_importances_that_sum_to_infinity():
+    envelope = pack_facts(make_ranking(["a"] * 4, importance=1.7e308), 100)
+    assert envelope.novelty_ratio() == np.inf
+    assert envelope.novelty_ratio("novelty") == 1.0
+
+
 def test_an_empty_envelope_has_the_ratio_0():
     empty = pack_facts(make_ranking([]), 10)
     assert empty.novelty_ratio() == empty.novelty_ratio("novelty") == 0.0  # R12
