@@ -26,7 +26,8 @@ Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Cosine: TypeAlias = Annotated[float, Meta(ge=-1.0, le=1.0)]
-Factor: TypeAlias = Annotated[float, Meta(ge=0.0)]
+Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""Importance and the like: so large that nobody needs more, and products of them stay far from infinity."""
 
 
 class Question(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

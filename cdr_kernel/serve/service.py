@@ -140,9 +140,13 @@ class Service:
 
     def folders(self) -> dict[str, Path]:
         """The store folder of each tenant."""
+        store = self.settings.store
         if self.keys is None:
-            return {DEFAULT_TENANT: self.settings.store}
-        return {name: self.settings.store / name for name in self.keys.tenants}
+            return {DEFAULT_TENANT: store}
+        names = self.keys.tenants
+        if len(names) == 1 and not (store / names[0]).exists():
+            return {names[0]: store}
+        return {name: store / name for name in names}
 
     def load(self) -> None:
         """Open every store, with its codes and its ids; takes what that takes. Raises what is wrong."""

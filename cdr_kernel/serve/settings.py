@@ -17,7 +17,8 @@ MIB = 1 << 20
 class Settings:
     """How to serve a store.
 
-    store: the folder of a store; with keys of several tenants, a folder with one store per tenant, named like it.
+    store: the folder of a store; with keys of several tenants, a folder with one store per tenant, named like it (one
+    tenant may have either).
     host, port: where to listen. Another address than loopback needs keys, or open_to_all.
     keys: file of bearer keys (see `keys.Keys`); None serves everyone as the tenant "default".
     metrics_key: the key that /metrics asks for where there are keys. Without one, /metrics is then closed.

@@ -1,0 +1,161 @@
+"""The process: it listens, drains on SIGTERM without losing what it accepted, and says what is wrong at the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from serving import created, make_store, rank, update
+
+httpx = pytest.importorskip("httpx2")
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's here")
+
+
+class Process:
+    """`cdr serve` on a free port; `lines` are its log."""
+
+    def __init__(self, store, *options):
+        command = [sys.executable, "-m", "cdr_kernel", "serve", str(store), "--port", "0", *options]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lines = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._process.stderr:
+            self.lines.append(json.loads(line) if line.startswith("{") else line)
+
+    def event(self, name, seconds=60.0):
+        until = time.monotonic() + seconds
+        while True:
+            found = [line for line in list(self.lines) if isinstance(line, dict) and line["event"] == name]
+            if found:
+                return found[0]
+            assert time.monotonic() < until, (name, self.lines)
+            time.sleep(0.01)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.event('listening')['port']}"
+
+    def tell(self, number):
+        self._process.send_signal(number)
+
+    def end(self, seconds=60.0):
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        self._reader.join(10)
+        self._process.stdout.close()
+        self._process.stderr.close()
+        return status
+
+
+@pytest.fixture
+def store(tmp_path):
+    make_store(2000).save(tmp_path / "s")
+    return tmp_path / "s"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_loses_no_accepted_request(store, number):
+    process = Process(store, "--no-access-log", "--drain", "0.3")
+    process.event("ready")
+    seen = {"answered": 0, "refused": 0}
+    lock = threading.Lock()
+    stop = threading.Event()
+    bad = []
+
+    def load(i):
+        with httpx.Client(base_url=process.url, timeout=30) as client:
+            sid = created(client, max_windows=20)
+            with lock:
+                seen["answered"] += 1
+            while not stop.is_set():
+                send = [(f"/v1/sessions/{sid}/rank", rank(k=50)), (f"/v1/sessions/{sid}/update", update(["s1"]))]
+                path, body = send[i % 2]
+                try:
+                    status = client.post(path, json=body).status_code
+                except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                    with lock:
+                        seen["refused"] += 1
+                    return
+                if status != 200:
+                    bad.append(status)
+                with lock:
+                    seen["answered"] += 1
+
+    threads = [threading.Thread(target=load, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.7)
+    process.tell(number)
+    status = process.end()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    told = process.event("stopped")
+    assert bad == []
+    assert told["accepted"] == told["answered"] == seen["answered"] > 20
+    assert status == 0
+    assert process.event("draining")["signal"] == signal.Signals(number).name
+
+
+def test_while_it_drains_it_serves_but_is_not_ready(store):
+    process = Process(store, "--drain", "1.5")
+    process.event("ready")
+    with httpx.Client(base_url=process.url) as client:
+        assert client.get("/readyz").status_code == 200
+        process.tell(signal.SIGTERM)
+        process.event("draining")
+        answer = client.get("/readyz")
+        assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+        assert answer.headers["connection"] == "close"
+        assert client.get("/livez").status_code == 200
+        assert created(client)
+    assert process.end() == 0
+    assert any(line.get("operation") == "create_session" for line in process.lines if isinstance(line, dict))
+
+
+def test_a_second_signal_ends_it_at_once(store):
+    process = Process(store, "--drain", "300")
+    process.event("ready")
+    process.tell(signal.SIGTERM)
+    process.event("draining")
+    process.tell(signal.SIGTERM)
+    assert process.end(30) == 0
+
+
+def test_what_is_wrong_is_said_and_the_status_is_1(tmp_path):
+    for arguments, said in (
+        ([tmp_path / "nothing"], "no store here"),
+        ([tmp_path, "--host", "0.0.0.0"], "expected --keys"),
+        ([tmp_path, "--keys", tmp_path / "none.json"], "none.json"),
+    ):
+        command = [sys.executable, "-m", "cdr_kernel", "serve", *map(str, arguments), "--port", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert said in done.stderr.splitlines()[-1]
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_port_that_is_taken(store):
+    process = Process(store)
+    port = process.event("listening")["port"]
+    command = [sys.executable, "-m", "cdr_kernel", "serve", str(store), "--port", str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "in use" in done.stderr
+    process.event("ready")
+    process.tell(signal.SIGTERM)
+    assert process.end() == 0
