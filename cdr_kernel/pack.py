@@ -73,8 +73,8 @@ class Envelope:
         """§6, exit 3: the mean over the packed facts of final score / query relevance (R11).
 
         exhaustion="novelty" takes the mean of novelty x (1 - n-gram penalty) instead, which no importance
-        moves. Facts with relevance <= 0 are left out (R27); 0.0 when no fact is left (R12); inf where importances are so
-        large that their sum is. ValueError for another word.
+        moves. Facts with relevance <= 0 are left out (R27); 0.0 when no fact is left (R12); inf where importances are
+        so large that their sum is. ValueError for another word.
         """
         if exhaustion not in EXHAUSTIONS:
             raise ValueError(f"exhaustion must be one of {', '.join(map(repr, EXHAUSTIONS))}, got {exhaustion!r}")
