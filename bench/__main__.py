@@ -18,6 +18,7 @@ BENCHES = {
     "quality": "does retrieval hold quality over windows, on labelled tasks",
     "roofline": "what a GPU can do at best with the scores, by its data sheet",
     "scan": "one window over many facts",
+    "serve": "the server under load, at capacity and beyond",
     "sharded": "what shards cost, constants for sizing, and a simulation of a billion facts",
     "score": "one pass of scores, on the CPU or a GPU",
 }
