@@ -431,8 +431,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--mapped",
         action="store_true",
-        help="fill the store on the disk, save it and its codes, load them again, mapped, and rank there; without peers, "
-        "which need all rows in memory",
+        help="fill the store on the disk, save it and its codes, load them again, mapped, and rank there; without "
+        "peers, which need all rows in memory",
     )
     parser.add_argument("--folder", help="where --mapped makes its temporary folder (default: the system's)")
     parser.add_argument("--keep", action="store_true", help="append the rows to bench/results/scan.csv")

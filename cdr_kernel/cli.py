@@ -48,6 +48,7 @@ from cdr_kernel.files import (
 from cdr_kernel.index import FactFile
 from cdr_kernel.record import RunRecord, summary
 from cdr_kernel.storemap import StoreMap
+from cdr_kernel.task import Calibrated
 from cdr_kernel.terminal import (
     Progress,
     cell,
@@ -1057,7 +1058,7 @@ def _explain_gate(retriever: cdr_kernel.Retriever, query: Any, gate: float) -> N
         )
 
 
-def _explain_deviations(retriever: cdr_kernel.Retriever, vectors: Any, parts: cdr_kernel.session.Calibrated) -> None:
+def _explain_deviations(retriever: cdr_kernel.Retriever, vectors: Any, parts: Calibrated) -> None:
     if not len(retriever.store):
         return
     asked = vectors if parts.gate_on == "best" else vectors[:1]

@@ -98,7 +98,9 @@ def test_a_signal_under_load_loses_no_accepted_request(store, number):
     threads = [threading.Thread(target=load, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
-    time.sleep(0.7)
+    until = time.monotonic() + 60
+    while seen["answered"] < 40 and time.monotonic() < until:
+        time.sleep(0.01)
     process.tell(number)
     status = process.end()
     stop.set()

@@ -13,8 +13,8 @@ import numpy as np
 
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
-from cdr_kernel.session import Feedback
 from cdr_kernel.store import Fact
+from cdr_kernel.task import Feedback
 
 _FLOATS = (
     "score",

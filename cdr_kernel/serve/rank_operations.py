@@ -20,8 +20,9 @@ from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.session_operations import exit_body
 from cdr_kernel.serve.sessions import new_id
-from cdr_kernel.session import Exit, Session
+from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore, StoreView
+from cdr_kernel.task import Exit
 
 NO_BUDGET = 2**31 - 1
 

@@ -22,7 +22,8 @@ from cdr_kernel.serve.kept_window import KeptWindow, envelope_of
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.sessions import Entry, Version, new_id, with_answer
 from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
-from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
+from cdr_kernel.session import Session
+from cdr_kernel.task import Exit, SubQuery, WindowReport
 
 ATTEMPTS = 20
 """How often a change starts again because another replica was first."""
