@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +17,9 @@ Float64: TypeAlias = npt.NDArray[np.float64]
 Int64: TypeAlias = npt.NDArray[np.int64]
 Blocks: TypeAlias = tuple[npt.NDArray[Any], ...]
 """[N_i, D] arrays of one dtype and dimension, read one after the other."""
+
+New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
+"""Makes an array of a shape and a dtype."""
 
 _FLAGS = {1: "not finite", 2: "all zeros"}
 
@@ -158,3 +162,25 @@ def take_rows(blocks: Blocks, rows: Int64) -> npt.NDArray[Any]:
         out[here] = block[rows[here] - start]
         start += len(block)
     return out
+
+
+class Growing:
+    """An array [n, ...] with room behind it. Views of its front stay valid when more is written."""
+
+    def __init__(self, values: npt.NDArray[Any], new: New = np.empty) -> None:
+        self.buffer = values
+        self._new = new
+
+    def write(self, at: int, values: npt.NDArray[Any]) -> None:
+        """Put values at row `at` and on; rows before that are not touched."""
+        end = at + len(values)
+        if end > len(self.buffer) or not self.buffer.flags.writeable:
+            buffer = self._new((max(end, 2 * at, 16), *self.buffer.shape[1:]), self.buffer.dtype)
+            buffer[:at] = self.buffer[:at]
+            self.buffer = buffer
+        self.buffer[at:end] = values
+
+    def front(self, n: int) -> npt.NDArray[Any]:
+        view = self.buffer[:n]
+        view.flags.writeable = False
+        return view

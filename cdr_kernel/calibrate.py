@@ -12,7 +12,7 @@ in which facts came, on those that came and went, or on how many parts the facts
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ _BLOCK = 2048  # rows whose products, at most 2^42 each, float64 sums exactly
 _HIGH, _LOW = 2.0**20, 2.0**22  # a coordinate is high / 2^20 + low / 2^42, with |high| <= 2^20 and |low| <= 2^21
 _BASE = 20  # bits of the lower part of a sum of products
 _MASK = (1 << _BASE) - 1
+_SELECTIONS = 4  # of some facts, whose sums are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +119,8 @@ class Moments:
     """The calibration of one store, brought up to date by every question. Safe to share among threads.
 
     Rows are added when they come and subtracted when their facts are removed; after the store was compacted
-    everything is summed anew.
+    everything is summed anew. Views of some facts (`StoreView.select`)
+    have sums of their own, of which the last few are kept.
     """
 
     def __init__(self) -> None:
@@ -126,9 +128,12 @@ class Moments:
         self._sums: Sums | None = None
         self._counted: tuple[int, Bool] = (-1, np.zeros(0, np.bool_))  # layout and rows that the sums are of
         self._made: tuple[Bool, Calibration] | None = None
+        self._limited: dict[bytes, Moments] = {}  # by the view's selection
 
     def of(self, view: StoreView) -> Calibration:
-        """The calibration of this version of the store."""
+        """The calibration of this version of the store, or of the facts that the view is limited to."""
+        if view.selection:
+            return self._of_some(view).of(replace(view, selection=b""))
         with self._lock:
             if self._made is not None and self._made[0] is view.alive:
                 return self._made[1]
@@ -138,8 +143,18 @@ class Moments:
 
     def sums(self, view: StoreView) -> Sums:
         """The sums of this version of the store, the caller's own."""
+        if view.selection:
+            return self._of_some(view).sums(replace(view, selection=b""))
         with self._lock:
             return self._summed(view).copy()
+
+    def _of_some(self, view: StoreView) -> Moments:
+        with self._lock:
+            moments = self._limited.pop(view.selection, None) or Moments()
+            self._limited[view.selection] = moments
+            for old in list(self._limited)[:-_SELECTIONS]:
+                del self._limited[old]
+            return moments
 
     def _summed(self, view: StoreView) -> Sums:
         sums, (layout, counted) = self._sums, self._counted

@@ -186,7 +186,8 @@ def _kept(
     retriever: Retriever, session: Session, parts: Calibrated, view: StoreView, facts: Facts
 ) -> tuple[Evidence, Addends]:
     """The evidence and what it adds to single rows, from the retriever where it has it."""
-    key = (session.task_key, parts.lexical_weight, parts.feedback_weight, parts.source_weight, view.version)
+    weights = (parts.lexical_weight, parts.feedback_weight, parts.source_weight)
+    key = (session.task_key, *weights, view.version, view.selection)
     found: tuple[Evidence, Addends] | None = retriever.evidence.get(key)
     if found is None:
         evidence = gathered(session, parts, facts)

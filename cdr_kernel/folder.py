@@ -40,7 +40,8 @@ class Kind:
     """One kind of thing that is saved.
 
     what: its name in errors. file: the manifest's name. data: what the names of subfolders begin with. format,
-    version: what the manifest must say. fields: what else is in it, and of which type; integers are 0 to 2^63 - 1.
+    version: what the manifest must say; versions from `oldest` on are read too. fields: what else is in it, and of
+    which type; integers are 0 to 2^63 - 1.
     """
 
     what: str
@@ -49,6 +50,7 @@ class Kind:
     format: str
     version: int
     fields: Mapping[str, type]
+    oldest: int | None = None
 
     def save(self, folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
         """Replace what is in the folder by what `write` puts into the empty subfolder it is given.
@@ -60,7 +62,7 @@ class Kind:
         if it was made here and nobody else put something into it.
         """
         made = not folder.exists()
-        with _turn(folder):
+        with turn(folder):
             data = folder / f"{self.data}{secrets.token_hex(8)}"
             draft = folder / f"{self.file}.{data.name}"
             try:
@@ -110,8 +112,10 @@ class Kind:
         if not isinstance(found, dict) or found.get("format") != self.format:
             raise ValueError(f"{path}: expected a manifest of format {self.format!r}")
         version = found.get("format_version")
-        if type(version) is not int or version != self.version:
-            raise ValueError(f"{path}: format version {version!r}, this version reads {self.version}")
+        oldest = self.version if self.oldest is None else self.oldest
+        if type(version) is not int or not oldest <= version <= self.version:
+            reads = self.version if oldest == self.version else f"{oldest} to {self.version}"
+            raise ValueError(f"{path}: format version {version!r}, this version reads {reads}")
         for name, kind in self.fields.items():
             value = found.get(name)
             counts = isinstance(value, int) and 0 <= value < 2**63
@@ -186,11 +190,14 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for nobody but this block."""
-    handle = _locked(folder)
+def turn(folder: Path) -> Iterator[bool]:
+    """The folder, made if need be, for nobody but this block: not for other threads, nor for other processes.
+
+    Gives whether that is so: False on Windows and on mounts that know no locks.
+    """
+    handle, alone = _locked(folder)
     try:
-        yield
+        yield alone
     finally:
         if fcntl is not None:
             with contextlib.suppress(OSError):
@@ -198,16 +205,16 @@ def _turn(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path) -> tuple[int, bool]:
     path = folder / LOCK
     for _ in range(_ATTEMPTS):  # more than one only where others take a new folder away again
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                _wait(handle)
+                alone = _wait(handle)
                 if os.path.samestat(os.fstat(handle), os.stat(path)):
-                    return handle
+                    return handle, alone
             except BaseException:
                 os.close(handle)
                 raise
@@ -215,14 +222,16 @@ def _locked(folder: Path) -> int:
     raise OSError(f"{path}: expected a lock that stays, found it gone {_ATTEMPTS} times")
 
 
-def _wait(handle: int) -> None:
+def _wait(handle: int) -> bool:
     if fcntl is None:
-        return
+        return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        return False
+    return True
 
 
 def _leave(folder: Path, made: bool) -> None:

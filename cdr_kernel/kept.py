@@ -139,7 +139,7 @@ class RowCache:
             kept = self._kept.get(owner)
         if kept is None or kept.layout != view.layout or view.version < kept.version:
             return None
-        if kept.question != _question(columns):
+        if kept.question != _question(columns, view):
             return None
         if kept.upto > view.rows:
             return kept.before(view.rows)
@@ -170,7 +170,7 @@ class RowCache:
     ) -> KeptRows:
         """Keep the rows that were found alive in this view for its owner, with bounds of their relevance if known."""
         none = np.zeros((0, columns.dim))
-        kept = KeptRows(_question(columns), view.layout, view.version, view.rows, rows, none, low=low, high=high)
+        kept = KeptRows(_question(columns, view), view.layout, view.version, view.rows, rows, none, low=low, high=high)
         self._put(owner, kept)
         return kept
 
@@ -220,8 +220,8 @@ class RowCache:
                 total -= self._kept.pop(other).nbytes
 
 
-def _question(columns: Columns) -> bytes:
-    """What decides who passes: every gated column's vector and settings."""
+def _question(columns: Columns, view: StoreView) -> bytes:
+    """What decides who passes: which facts are asked, and every gated column's vector and settings."""
     parts: list[npt.NDArray[Any]] = [columns.query, columns.gate[:1], columns.scale[:1], columns.shift[:1]]
     for j in np.flatnonzero(columns.gate[RESIDUAL:] < np.inf):
         at = RESIDUAL + j
@@ -233,7 +233,7 @@ def _question(columns: Columns) -> bytes:
         ]
     if columns.addend is not None and columns.gated_addend:
         parts += list(columns.addend)
-    return b"".join(part.tobytes() for part in parts)
+    return view.selection + b"".join(part.tobytes() for part in parts)
 
 
 def _values(view: StoreView, columns: Columns, vectors: Float64, rows: Int64) -> Float64:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cdr_kernel import _C, frame
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
+from cdr_kernel.attributes import Where
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask
 from cdr_kernel.kept import KeptRows
@@ -142,19 +143,24 @@ def cdr_rank(
     *,
     k: int | None = None,
     multiplier: Multiplier | None = None,
+    where: Where | None = None,
 ) -> Ranking:
     """Rank the store's facts for the session's next window (§7.1): retrieve, score, guard, sort.
 
     query: [D], of the session's embedding model. k: how many facts to return, all that pass the gate for None.
     multiplier: a further factor per fact, finite and >= 0: a mapping from ids (1 for ids it lacks) or an array
-    [len(store)] in the order of ``store.ids``. Equal scores come in the order of their sequence numbers (reading
-    R26). The session is not changed. Approximate retrievers may miss facts; the scores are exact all the same.
+    [len(store)] in the order of ``store.ids``. where: only facts of which this holds, as if the store had no others,
+    down to the statistics of the calibrated mode: a mapping from "source" or attributes to the value that a fact must
+    have or several of which it must have one (``{"tenant": "x", "source": ["a", "b"]}``; None is no value), or a bool
+    array [len(store)] in the order of ``store.ids``, such as ``store.view().where(...)`` gives. Equal scores come in
+    the order of their sequence numbers (reading R26). The session is not changed. Approximate retrievers may miss
+    facts; the scores are exact all the same.
 
     Raises EmbeddingModelMismatch where store and session name different models (§2.5), ValueError where the store and
-    the session's guard have different tokenizers or hash keys, ValueError and TypeError for a bad query, k or
-    multiplier.
+    the session's guard have different tokenizers or hash keys, KeyError for an attribute that no fact has, ValueError
+    and TypeError for a bad query, k, multiplier or where.
     """
-    return rank_many([query], retriever, [session], k=k, multiplier=multiplier)[0]
+    return rank_many([query], retriever, [session], k=k, multiplier=multiplier, where=where)[0]
 
 
 def rank_many(
@@ -164,12 +170,13 @@ def rank_many(
     *,
     k: int | None = None,
     multiplier: Multiplier | None = None,
+    where: Where | None = None,
 ) -> list[Ranking]:
     """``cdr_rank`` for several sessions at once, on one version of the store: the same rankings, sooner.
 
-    queries: one [D] per session. A scan reads its codes once for all sessions that are in their first window or ask
-    a new query. k and multiplier hold for all. Raises what ``cdr_rank`` raises, and ValueError for another number of
-    queries than sessions; then nothing was ranked.
+    queries: one [D] per session. A scan reads its codes once for all sessions that are in their first window or ask a
+    new query. k, multiplier and where hold for all. Raises what ``cdr_rank`` raises, and ValueError for another
+    number of queries than sessions; then nothing was ranked.
     """
     if not isinstance(retriever, Retriever) and not hasattr(retriever, "rank_many"):
         raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
@@ -180,8 +187,11 @@ def rank_many(
     if len(queries) != len(sessions):
         raise ValueError(f"queries: expected {len(sessions)} (one per session), got {len(queries)}")
     if not isinstance(retriever, Retriever):
+        if where is not None:
+            raise NotImplementedError("where: expected a Retriever, facts that are elsewhere cannot be filtered yet")
         return retriever.rank_many(queries, sessions, k=k, multiplier=multiplier)
-    view = retriever.store.view()
+    everything = retriever.store.view()
+    view = everything.select(where)
     states = []
     for session in sessions:
         if view.embedding_model != session.embedding_model:
@@ -191,7 +201,7 @@ def rank_many(
         ask(query, retriever, session, state, view)
         for query, session, state in zip(queries, sessions, states, strict=True)
     ]
-    factors = multipliers(multiplier, view)
+    factors = multipliers(multiplier, everything)
     columns = [each.columns for each in asked]
     by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
     found = retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)

@@ -1,4 +1,4 @@
-"""The facts: ids, texts, importance, sources and embeddings, in memory or mapped from a folder.
+"""The facts: ids, texts, importance, sources, attributes and embeddings, in memory or mapped from a folder.
 
 A store only ever appends rows and marks rows as removed, so a ``StoreView`` taken at any moment stays as it
 was while others add and remove: whoever ranks works on one consistent version without a lock.
@@ -13,8 +13,8 @@ import re
 import tempfile
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress, islice, pairwise
 from pathlib import Path
@@ -23,14 +23,15 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, check_rows, factor, scale_rows, take_rows
+from cdr_kernel.arrays import Blocks, Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows, take_rows
+from cdr_kernel.attributes import KINDS, Attribute, Attributes, Value, Where, checked_attributes, chosen, where_key
 from cdr_kernel.folder import LOCK, Kind, read_array, synced
 from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens, tokenize
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
 
 FORMAT = "cdr-fact-store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DTYPES = ("float16", "float32", "float64")
 _ARRAYS = ("embeddings", "squared_norms", "importance", "sequence", "positions", "tokens", "token_offsets")
 _TEXTS = ("ids", "texts", "sources")
@@ -41,6 +42,7 @@ _KIND = Kind(
     data="data-",
     format=FORMAT,
     version=FORMAT_VERSION,
+    oldest=1,  # which knew no attributes
     fields={
         "dim": int,
         "dtype": str,
@@ -60,11 +62,8 @@ _NO_POSITION = -1
 _MAX_POSITION = 2**63 - 1
 _FLOAT64 = np.finfo(np.float64)
 _CHUNK = 65536  # rows read or written at a time
+_SELECTIONS = 8  # filtered views that a view keeps
 _PIECE_BYTES = 2 << 30  # of rows in memory that lie in one array
-
-
-_New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
-"""Makes an array of a shape and a dtype."""
 
 
 class EmbeddingModelMismatch(ValueError):
@@ -77,7 +76,10 @@ class EmbeddingModelMismatch(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact as it is stored. importance is finite and >= 0; sequence grows with every add (reading R26)."""
+    """One fact as it is stored. importance is finite and >= 0; sequence grows with every add (reading R26).
+
+    attributes: the further columns that have a value for it.
+    """
 
     id: str
     text: str
@@ -85,12 +87,29 @@ class Fact:
     position: int | None
     importance: float
     sequence: int
+    attributes: Mapping[str, Value] = field(default_factory=dict, hash=False)
 
 
 class Added(NamedTuple):
     """What an add did: how many facts went in, and the ids that on_invalid="skip" left out."""
 
     added: int
+    skipped: tuple[str, ...]
+
+
+class Checked(NamedTuple):
+    """Facts that passed the door of a store, as it keeps them: M of them, and the ids that were skipped."""
+
+    ids: list[str]
+    texts: list[str]
+    embeddings: npt.NDArray[Any]
+    squared_norms: Float64
+    importance: Float64
+    sources: list[str | None]
+    positions: Int64
+    tokens: TokenBlock
+    attributes: Attributes
+    sequence: Int64 | None
     skipped: tuple[str, ...]
 
 
@@ -127,43 +146,21 @@ class _Strings(Sequence[str]):
         self._tail[at - self._mapped :] = strings
 
 
-class _Growing:
-    """An array [n, ...] with room behind it. Views of its front stay valid when more is written."""
-
-    def __init__(self, values: npt.NDArray[Any], new: _New = np.empty) -> None:
-        self.buffer = values
-        self._new = new
-
-    def write(self, at: int, values: npt.NDArray[Any]) -> None:
-        """Put values at row `at` and on; rows before that are not touched."""
-        end = at + len(values)
-        if end > len(self.buffer) or not self.buffer.flags.writeable:
-            buffer = self._new((max(end, 2 * at, 16), *self.buffer.shape[1:]), self.buffer.dtype)
-            buffer[:at] = self.buffer[:at]
-            self.buffer = buffer
-        self.buffer[at:end] = values
-
-    def front(self, n: int) -> npt.NDArray[Any]:
-        view = self.buffer[:n]
-        view.flags.writeable = False
-        return view
-
-
 class _Pieces:
     """Rows [n, D] with room behind them, in several arrays where they are many: growing never copies all of them."""
 
-    def __init__(self, dim: int, dtype: np.dtype[Any], new: _New) -> None:
+    def __init__(self, dim: int, dtype: np.dtype[Any], new: New) -> None:
         self._room = max(1, _PIECE_BYTES // (dim * dtype.itemsize))  # rows of one piece
         self._new = new
         self._shape, self._dtype = (self._room, dim), dtype
-        self._pieces = [_Growing(np.empty((0, dim), dtype), new)]
+        self._pieces = [Growing(np.empty((0, dim), dtype), new)]
 
     def write(self, at: int, rows: npt.NDArray[Any]) -> None:
         """Put rows at row `at` and on; rows before that are not touched."""
         while len(rows):
             piece, inside = divmod(at, self._room)
             if piece == len(self._pieces):  # the rows before fill their pieces, so this one will soon be needed whole
-                self._pieces.append(_Growing(self._new(self._shape, self._dtype)))
+                self._pieces.append(Growing(self._new(self._shape, self._dtype)))
             part = rows[: self._room - inside]
             self._pieces[piece].write(inside, part)
             at, rows = at + len(part), rows[len(part) :]
@@ -174,7 +171,7 @@ class _Pieces:
         return tuple(p.front(min(n - start, self._room)) for start, p in zip(starts, self._pieces, strict=False))
 
 
-def _new_in(folder: Path) -> _New:
+def _new_in(folder: Path) -> New:
     """Makes arrays in files of this folder that have no name and go with the array."""
 
     def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -196,8 +193,8 @@ class _Tokens:
         offsets, tokens = tail or (np.zeros(1, np.int64), np.zeros(0, np.uint8))
         self._mapped = mapped
         self._mapped_rows = 0 if mapped is None else len(mapped[0]) - 1
-        self._offsets = _Growing(offsets)
-        self._tokens = _Growing(tokens)
+        self._offsets = Growing(offsets)
+        self._tokens = Growing(tokens)
 
     def write(self, at: int, block: TokenBlock) -> None:
         """Put the rows of a block at row `at` and on; rows before that are not touched."""
@@ -221,14 +218,17 @@ class _Storage:
 
     mapped: npt.NDArray[Any] | None
     tail: _Pieces
-    squared_norms: _Growing
-    importance: _Growing
-    sequence: _Growing
-    positions: _Growing
+    squared_norms: Growing
+    importance: Growing
+    sequence: Growing
+    positions: Growing
     ids: _Strings
     texts: _Strings
     tokens: _Tokens
     sources: _Strings  # "" for None, else "=" and the source: "" is a source like any other
+    attributes: dict[str, Attribute]
+    source_codes: Attribute = field(default_factory=lambda: Attribute(str))  # made when a filter first asks
+    coding: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def mapped_rows(self) -> int:
@@ -239,6 +239,17 @@ class _Storage:
         if self.mapped is None:
             return tail
         return (self.mapped, *tail) if len(tail[0]) else (self.mapped,)
+
+    def attribute(self, name: str, n: int) -> Attribute | None:
+        """The column of this name, with at least n rows; None where there is none."""
+        if name != "source":
+            return self.attributes.get(name)
+        codes = self.source_codes
+        with self.coding:
+            if codes.rows < n:
+                sources = islice(self.sources, n) if codes.rows == 0 else self.sources[codes.rows : n]
+                codes.write(codes.rows, [s[1:] if s else None for s in sources])
+        return codes
 
 
 def _marked(source: str | None) -> str:
@@ -266,6 +277,9 @@ class StoreView:
     layout: int
     embedding_model: str
     _storage: _Storage = field(repr=False)
+    selection: bytes = b""
+    """What tells a view of some facts (`select`) from one of others, b"" for a view of all."""
+    _selected: dict[bytes, StoreView] = field(default_factory=dict, repr=False)
 
     @property
     def rows(self) -> int:
@@ -307,10 +321,74 @@ class StoreView:
         """Texts of these rows."""
         return [self._storage.texts[int(row)] for row in rows]
 
+    def attribute(self, name: str) -> list[Value | None]:
+        """Values of a further column, one per fact in the order of ``ids``, None for facts without one.
+
+        "source" is a column too. Raises KeyError where no fact was ever added with it.
+        """
+        column = self._storage.attribute(name, self.rows)
+        if column is None:
+            raise KeyError(f"attributes: expected one of {self.attribute_names}, got {name!r}")
+        return column.values(np.flatnonzero(self.alive))
+
+    @property
+    def attribute_names(self) -> list[str]:
+        """Names of the further columns."""
+        return sorted(name for name in list(self._storage.attributes) if not name.startswith("_"))
+
+    def rows_at_most(self, name: str, limit: int) -> Int64:
+        """Rows of facts whose value in a column of int is not above a limit; none where there is no such column."""
+        column = self._storage.attributes.get(name)
+        if column is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.alive & column.at_most(limit, self.rows))
+
+    def where(self, **wanted: Value | Iterable[Value | None] | None) -> Bool:
+        """Which facts have these values: bool [len(self)] in the order of ``ids``, as `where=` of a ranking takes it.
+
+        Each keyword is "source" or an attribute, with the value it must have or several of which it must have one;
+        None is the absence of a value. Several keywords must all hold. Raises KeyError for an attribute that no fact
+        has, TypeError for a value of another type than the attribute's.
+        """
+        return self._mask(wanted)[self.alive]
+
+    def _mask(self, wanted: Mapping[str, Any]) -> Bool:
+        mask = np.ones(self.rows, np.bool_)
+        for name, values in wanted.items():
+            column = None if name.startswith("_") else self._storage.attribute(name, self.rows)
+            if column is None:
+                raise KeyError(f"where: expected source or one of {self.attribute_names}, got {name!r}")
+            mask &= column.equal(chosen(values), self.rows, f"where[{name!r}]")
+        return mask
+
+    def select(self, where: Where | None) -> StoreView:
+        """This version with only the facts of which `where` holds: everything else is as if it had been removed.
+
+        where: a mapping as the keywords of ``where``, a bool array [len(self)] in the order of ``ids``, or None for
+        all. Raises what ``where`` raises, ValueError for another length, TypeError for another type.
+        """
+        if where is None:
+            return self
+        key = where_key(where, len(self), self.selection)
+        found = self._selected.get(key)
+        if found is None:
+            alive = self.alive.copy()
+            if isinstance(where, Mapping):
+                alive &= self._mask(where)
+            else:
+                alive[alive] = np.asarray(where)
+            alive.flags.writeable = False
+            found = replace(self, alive=alive, selection=key, _selected={})
+            for old in list(self._selected)[: 1 - _SELECTIONS]:
+                self._selected.pop(old, None)
+            self._selected[key] = found
+        return found
+
     def facts(self, rows: Iterable[int]) -> list[Fact]:
         """The facts in these rows."""
         at = np.fromiter(rows, np.int64)
         storage = self._storage
+        further = {name: column.values(at) for name, column in list(storage.attributes.items()) if name[0] != "_"}
         numbers = zip(
             at.tolist(),
             storage.positions.buffer[at].tolist(),
@@ -319,7 +397,7 @@ class StoreView:
             strict=True,
         )
         out = []
-        for row, position, importance, sequence in numbers:
+        for i, (row, position, importance, sequence) in enumerate(numbers):
             source = storage.sources[row]
             out.append(
                 Fact(
@@ -329,6 +407,7 @@ class StoreView:
                     position=None if position == _NO_POSITION else position,
                     importance=importance,
                     sequence=sequence,
+                    attributes={name: v for name, values in further.items() if (v := values[i]) is not None},
                 )
             )
         return out
@@ -410,7 +489,9 @@ class FactStore:
         """The folder that the store was loaded from."""
         if scratch is not None and not Path(scratch).is_dir():
             raise FileNotFoundError(f"scratch: expected a folder, found none at {scratch}")
-        self._new: _New = np.empty if scratch is None else _new_in(Path(scratch))
+        self._new: New = np.empty if scratch is None else _new_in(Path(scratch))
+        self.about: Mapping[str, Any] = {}
+        """What its manifest says beside the facts, and `data`, the subfolder they are in."""
         self._hasher = TokenHasher(tokenizer, hash_key)
         self._lock = threading.RLock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
@@ -418,14 +499,15 @@ class FactStore:
         storage = _Storage(
             mapped=None,
             tail=_Pieces(self.dim, self.dtype, self._new),
-            squared_norms=_Growing(np.zeros(0)),
-            importance=_Growing(np.zeros(0)),
-            sequence=_Growing(np.zeros(0, np.int64)),
-            positions=_Growing(np.zeros(0, np.int64)),
+            squared_norms=Growing(np.zeros(0)),
+            importance=Growing(np.zeros(0)),
+            sequence=Growing(np.zeros(0, np.int64)),
+            positions=Growing(np.zeros(0, np.int64)),
             ids=_Strings(),
             texts=_Strings(),
             tokens=_Tokens(),
             sources=_Strings(),
+            attributes={},
         )
         self._view = self._view_of(storage, np.zeros(0, np.bool_), version=0, layout=0)
 
@@ -519,6 +601,12 @@ class FactStore:
                 raise KeyError(f"ids: {_few(missing)} not in the store")
             return self._view.facts([rows[i] for i in wanted])
 
+    def rows_of(self, ids: Iterable[str]) -> Int64:
+        """The rows of these ids in the newest view. KeyError for one that is not there."""
+        with self._lock:
+            known = self._rows()
+            return np.array([known[i] for i in ids], np.int64)
+
     def _rows(self) -> dict[str, int]:
         if self._row_of is None:
             self._row_of = _index(self._view)
@@ -533,6 +621,7 @@ class FactStore:
         importance: Any = None,
         source: Sequence[str | None] | None = None,
         position: Sequence[int | None] | None = None,
+        attributes: Mapping[str, Sequence[Value | None]] | None = None,
         sequence: Sequence[int] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
@@ -540,13 +629,15 @@ class FactStore:
 
         ids, texts: [M] strings, ids not empty; embeddings: [M, D] of any float dtype; importance: [M], finite and >= 0,
         default 1; source: [M] names of documents or None; position: [M] places in the source, 0 to 2^63 - 1 or None.
-        sequence: [M] numbers that ascend, above all that the store gave, in place of the next ones: for facts that were
-        numbered elsewhere.
+        attributes: further columns by name, each [M] of str, int, float or bool (one type a column) or None; they are
+        what a ranking's `where` filters by, beside source. sequence: [M] numbers that ascend, above all that the store
+        gave, in place of the next ones: for facts that were numbered elsewhere.
         on_invalid="skip" leaves out facts whose vector is not finite or all zeros and says which; "raise" is a
         ValueError naming them. Raises ValueError for an id that is there already or comes twice, for wrong lengths,
         dimensions and values, TypeError for wrong types. After an error the store is as it was.
         """
-        return self._put(ids, texts, embeddings, importance, source, position, sequence, on_invalid, replace=False)
+        found = self.check(ids, texts, embeddings, importance, source, position, attributes, sequence, on_invalid)
+        return self._put(found, replace=False)
 
     def upsert(
         self,
@@ -557,25 +648,30 @@ class FactStore:
         importance: Any = None,
         source: Sequence[str | None] | None = None,
         position: Sequence[int | None] | None = None,
+        attributes: Mapping[str, Sequence[Value | None]] | None = None,
         sequence: Sequence[int] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
         """Like add, but a fact that is there is replaced whole and takes a new sequence number (reading R26)."""
-        return self._put(ids, texts, embeddings, importance, source, position, sequence, on_invalid, replace=True)
+        found = self.check(ids, texts, embeddings, importance, source, position, attributes, sequence, on_invalid)
+        return self._put(found, replace=True)
 
-    def _put(
+    def check(
         self,
         ids: Sequence[str],
         texts: Sequence[str],
         embeddings: Any,
-        importance: Any,
-        source: Sequence[str | None] | None,
-        position: Sequence[int | None] | None,
-        sequence: Sequence[int] | None,
-        on_invalid: str,
-        *,
-        replace: bool,
-    ) -> Added:
+        importance: Any = None,
+        source: Sequence[str | None] | None = None,
+        position: Sequence[int | None] | None = None,
+        attributes: Mapping[str, Sequence[Value | None]] | None = None,
+        sequence: Sequence[int] | None = None,
+        on_invalid: str = "raise",
+    ) -> Checked:
+        """What ``add`` would put in, checked and as the store keeps it; the store is not changed.
+
+        Raises what ``add`` raises, but for ids that are in the store.
+        """
         if on_invalid not in ("raise", "skip"):
             raise ValueError(f"on_invalid: expected 'raise' or 'skip', got {on_invalid!r}")
         names = _strings(ids, "ids")
@@ -587,6 +683,7 @@ class FactStore:
         sources = [None] * m if source is None else _strings(source, "source", optional=True)
         _same_length(sources, m, "source")
         positions = _positions(position, m)
+        columns = checked_attributes(attributes, m)
         numbers = None if sequence is None else _numbers(sequence, m)
         weights = factor(importance, m, "importance")
         if weights is None:
@@ -609,41 +706,81 @@ class FactStore:
             names, words = [names[i] for i in keep], [words[i] for i in keep]
             sources, positions, weights = [sources[i] for i in keep], positions[keep], weights[keep]
             rows, norms = rows[keep], norms[keep]
+            columns = {name: (kind, [values[i] for i in keep]) for name, (kind, values) in columns.items()}
             numbers = None if numbers is None else numbers[keep]
         tokens = self._hasher.hashed(words)
+        return Checked(names, words, rows, norms, weights, sources, positions, tokens, columns, numbers, skipped)
+
+    def _put(self, found: Checked, *, replace: bool) -> Added:
         with self._lock:
             known = self._rows()
-            old = [known[i] for i in names if i in known]
+            old = [i for i in found.ids if i in known]
             if old and not replace:
-                raise ValueError(
-                    f"ids: {_few([i for i in names if i in known])} in the store already (upsert replaces)"
-                )
-            if not names:
-                return Added(0, skipped)
-            first = self._next_sequence
-            if numbers is None:
-                numbers = np.arange(first, first + len(names))
-            elif numbers[0] < first:
-                raise ValueError(f"sequence: expected at least {first}, got {numbers[0]}")
+                raise ValueError(f"ids: {_few(old)} in the store already (upsert replaces)")
+            if not found.ids:
+                return Added(0, found.skipped)
+            if found.sequence is not None and found.sequence[0] < self._next_sequence:
+                raise ValueError(f"sequence: expected at least {self._next_sequence}, got {found.sequence[0]}")
+            self.apply(found, found.sequence, [known[i] for i in old])
+        return Added(len(found.ids), found.skipped)
+
+    def check_kinds(self, columns: Attributes) -> None:
+        """Raises TypeError where a column of these has another type than the store's of that name."""
+        for name, (kind, _) in columns.items():
+            column = self._view._storage.attributes.get(name)
+            if column is not None:
+                column.check_kind(kind, f"attributes[{name!r}]")
+
+    def apply(self, found: Checked | None, sequence: Int64 | None = None, removed: Iterable[int] = ()) -> None:
+        """Take out the facts in the rows `removed` and put in what ``check`` gave, in one version.
+
+        sequence: [M] ascending, none below those given so far; the next ones for None. Ids of `found` that are in the
+        store must be those of removed rows. For callers that keep a store equal to another record.
+        """
+        with self._lock:
             view, storage = self._view, self._view._storage
-            n = view.rows
-            storage.tail.write(n - storage.mapped_rows, rows)
-            storage.squared_norms.write(n, norms)
-            storage.importance.write(n, weights)
-            storage.positions.write(n, positions)
-            storage.sequence.write(n, numbers)
-            storage.ids.write(n, names)
-            storage.texts.write(n, words)
-            storage.tokens.write(n, tokens)
-            storage.sources.write(n, map(_marked, sources))
-            alive = np.concatenate([view.alive, np.ones(len(names), np.bool_)])
+            n, old = view.rows, [int(row) for row in removed]
+            alive = view.alive
+            if found is not None and found.ids:
+                if sequence is None:
+                    sequence = np.arange(self._next_sequence, self._next_sequence + len(found.ids))
+                self.check_kinds(found.attributes)
+                self._write_rows(storage, n, found, sequence)
+                alive = np.concatenate([alive, np.ones(len(found.ids), np.bool_)])
+            elif old:
+                alive = alive.copy()
+            else:
+                return
+            known, self._row_of = self._row_of, None
             alive[old] = False
-            self._row_of = None
-            self._next_sequence = int(numbers[-1]) + 1
+            if sequence is not None and len(sequence):
+                self._next_sequence = max(self._next_sequence, int(sequence[-1]) + 1)
             self._view = self._view_of(storage, alive, view.version + 1, view.layout)
-            known.update(zip(names, range(n, n + len(names)), strict=True))
-            self._row_of = known
-        return Added(len(names), skipped)
+            if known is not None:
+                for row in old:
+                    known.pop(storage.ids[row], None)
+                if found is not None:
+                    known.update(zip(found.ids, range(n, n + len(found.ids)), strict=True))
+                self._row_of = known
+
+    @staticmethod
+    def _write_rows(storage: _Storage, n: int, found: Checked, sequence: Int64) -> None:
+        """Put facts at row n and on, where no view looks yet."""
+        storage.tail.write(n - storage.mapped_rows, found.embeddings)
+        storage.squared_norms.write(n, found.squared_norms)
+        storage.importance.write(n, found.importance)
+        storage.positions.write(n, found.positions)
+        storage.sequence.write(n, sequence)
+        storage.ids.write(n, found.ids)
+        storage.texts.write(n, found.texts)
+        storage.tokens.write(n, found.tokens)
+        storage.sources.write(n, map(_marked, found.sources))
+        for name, (kind, _) in found.attributes.items():
+            if name not in storage.attributes:
+                storage.attributes[name] = Attribute.missing(kind, n)
+        nothing: list[Value | None] = [None] * len(found.ids)
+        for name, column in storage.attributes.items():
+            column.write(n, found.attributes[name][1] if name in found.attributes else nothing)
 
     def _cast(self, embeddings: Any, m: int) -> tuple[npt.NDArray[Any], Float64, npt.NDArray[np.uint8]]:
         a = as_array(embeddings, 2, "embeddings")
@@ -676,15 +813,7 @@ class FactStore:
             if absent and missing == "raise":
                 raise KeyError(f"ids: {_few(absent)} not in the store")
             rows = [known[i] for i in wanted if i in known]
-            if rows:
-                view = self._view
-                alive = view.alive.copy()
-                alive[rows] = False
-                self._row_of = None
-                self._view = self._view_of(view._storage, alive, view.version + 1, view.layout)
-                for i in wanted:
-                    known.pop(i, None)
-                self._row_of = known
+            self.apply(None, removed=rows)
         return len(rows)
 
     def compact(self) -> int:
@@ -702,14 +831,15 @@ class FactStore:
             new = _Storage(
                 mapped=None,
                 tail=rows,
-                squared_norms=_Growing(view.squared_norms[keep]),
-                importance=_Growing(view.importance[keep]),
-                sequence=_Growing(view.sequence[keep]),
-                positions=_Growing(old.positions.buffer[keep]),
+                squared_norms=Growing(view.squared_norms[keep]),
+                importance=Growing(view.importance[keep]),
+                sequence=Growing(view.sequence[keep]),
+                positions=Growing(old.positions.buffer[keep]),
                 ids=_Strings(),
                 texts=_Strings(),
                 tokens=_Tokens(tail=take_tokens(view.tokens.blocks, keep)),
                 sources=_Strings(),
+                attributes={name: column.take(keep) for name, column in old.attributes.items()},
             )
             alive = view.alive.tolist()
             new.ids.write(0, compress(old.ids, alive))
@@ -719,22 +849,58 @@ class FactStore:
             self._view = self._view_of(new, np.ones(len(keep), np.bool_), view.version + 1, view.layout + 1)
             return removed
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def renumber(self) -> None:
+        """Have whoever keeps something by row, such as a retriever, make it anew."""
+        with self._lock:
+            view = self._view
+            self._view = self._view_of(view._storage, view.alive, view.version + 1, view.layout + 1)
+
+    def adopt(self, other: FactStore) -> None:
+        """Become what the other store is, with its rows and their numbers; the other must not be used any more.
+
+        Raises ValueError for another dimension, dtype, embedding model, tokenizer or hash key.
+        """
+        for name in ("dim", "dtype", "embedding_model", "tokenizer_name", "key_fingerprint"):
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine != its:
+                raise ValueError(f"{name}: expected {mine!r}, got {its!r}")
+        with other._lock, self._lock:
+            view = other._view
+            self._row_of = None
+            self._next_sequence = max(self._next_sequence, other._next_sequence)
+            alive = view.alive.copy()
+            self._view = self._view_of(view._storage, alive, self._view.version + 1, self._view.layout + 1)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        view: StoreView | None = None,
+        about: Callable[[Path], Mapping[str, Any]] | None = None,
+    ) -> None:
         """Write the facts to a folder that ``load`` opens, replacing a store that is there.
 
         The data goes to a new subfolder, is synced to the disk, and only then named by the manifest, which is
         renamed into place: whoever opens the folder finds the old store or the new one, never half of one.
-        Removed facts are left out; sequence numbers are kept. Saves into one folder take turns, across processes too,
-        and the last one stays (on Windows, and on network mounts that know no flock, callers see to the turns).
+        Removed facts are left out; sequence numbers are kept. view: a version of this store, the newest for None.
+        about: called with the subfolder when the data is in it; what it returns goes into the manifest, and is
+        `about` of the store that is loaded. Saves into one folder take turns, across processes too, and the last one
+        stays (on Windows, and on network mounts that know no flock, callers see to the turns).
         Raises FileExistsError where path is something other than a store or an empty folder.
         """
         folder = Path(path)
         with self._lock:
-            view, next_sequence = self._view, self._next_sequence
+            saved, next_sequence = view or self._view, self._next_sequence
         check_store_folder(folder)
-        _KIND.save(folder, lambda data: self._write(view, data, next_sequence))
+        _KIND.save(folder, lambda data: self._write(saved, data, next_sequence, about))
 
-    def _write(self, view: StoreView, data: Path, next_sequence: int) -> dict[str, Any]:
+    def _write(
+        self,
+        view: StoreView,
+        data: Path,
+        next_sequence: int,
+        about: Callable[[Path], Mapping[str, Any]] | None,
+    ) -> dict[str, Any]:
         keep = np.flatnonzero(view.alive)
         _save_rows(data / "embeddings.npy", view, keep)
         arrays = {
@@ -750,6 +916,10 @@ class FactStore:
         alive = view.alive.tolist()
         for name in _TEXTS:
             _save_strings(data, name, compress(getattr(view._storage, name), alive))
+        attributes = {}
+        for i, (name, column) in enumerate(sorted(view._storage.attributes.items())):
+            attributes[name] = {"type": column.kind.__name__, "file": f"attribute-{i}"}
+            column.save(data / f"attribute-{i}", keep)
         return {
             "dim": self.dim,
             "dtype": self.dtype.name,
@@ -759,6 +929,8 @@ class FactStore:
             "unicode": unicodedata.unidata_version,
             "facts": len(keep),
             "next_sequence": next_sequence,
+            "attributes": attributes,
+            "about": {} if about is None else dict(about(data)),
             "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
         }
 
@@ -804,7 +976,8 @@ class FactStore:
     ) -> FactStore:
         data = folder / manifest["data"]
         sizes = manifest["files"]
-        for name in sorted(_FILES):
+        further = _attribute_files(folder, manifest)
+        for name in sorted(_FILES | {n for files in further.values() for n in files[2:]}):
             file, size = data / name, sizes.get(name)
             if type(size) is not int:
                 raise ValueError(f"{folder / _KIND.file}: expected the size of {name} in files, found {size!r}")
@@ -830,13 +1003,13 @@ class FactStore:
                     f"{folder}: the texts were hashed with {what} {manifest[name]!r}, got {own!r}: pass {keyword}="
                 )
 
-        def numbers(name: str, dtype: Any, least: float, most: float) -> _Growing:
+        def numbers(name: str, dtype: Any, least: float, most: float) -> Growing:
             file = data / f"{name}.npy"
             a = read_array(file, dtype, (n,), mapped=False)
             if n and not (least <= a.min() and a.max() <= most):
                 bad = int(np.flatnonzero(~((a >= least) & (a <= most)))[0])
                 raise ValueError(f"{file}: expected {least:g} to {most:g}, found {a[bad]} in row {bad}")
-            return _Growing(a)
+            return Growing(a)
 
         def offsets(name: str) -> Int64:
             file = data / f"{name}.npy"
@@ -868,8 +1041,11 @@ class FactStore:
             texts=strings("texts"),
             tokens=_Tokens(mapped=(ends, tokens) if n else None),
             sources=strings("sources"),
+            attributes={name: Attribute.load(kind, data / stem, n) for name, (kind, stem, *_) in further.items()},
         )
         store.path = folder
+        about = manifest.get("about", {})
+        store.about = {**(about if isinstance(about, dict) else {}), "data": manifest["data"]}
         store._row_of = None
         store._next_sequence = manifest["next_sequence"]
         store._view = store._view_of(storage, np.ones(n, np.bool_), version=0, layout=0)
@@ -908,6 +1084,22 @@ def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
             ends.append(ends[-1][-1] + np.cumsum([len(each) for each in utf8], dtype=np.int64))
     with synced(data / f"{name}_offsets.npy") as file:
         np.save(file, np.concatenate(ends), allow_pickle=False)
+
+
+def _attribute_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Of each attribute of a manifest: its type, the stem of its files and their names."""
+    listed = manifest.get("attributes", {})
+    try:
+        found = {}
+        for name, entry in listed.items():
+            kind, stem = KINDS[entry["type"]], entry["file"]
+            if not re.fullmatch(r"attribute-[0-9]{1,9}", stem):
+                raise ValueError
+            found[name] = (kind, stem, f"{stem}.npy", *([f"{stem}.json"] if kind is str else []))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        what = "a type and a file for each of the attributes"
+        raise ValueError(f"{folder / _KIND.file}: expected {what}, found {listed!r}") from None
+    return found
 
 
 def check_store_folder(folder: Path) -> None:

@@ -18,6 +18,10 @@ PACKAGE = Path(cdr_kernel.__file__).parent
 EDGES = {
     "adapters",
     "files",
+    "lance_record",
+    "snapshot",
+    "exchange",
+    "durable",
     "index",
     "terminal",
     "embedder",
@@ -43,6 +47,7 @@ EDGES = {
 LADDER = [
     {"constants", "_C"},
     {"reference", "arrays", "checks", "folder", "ngram"},
+    {"attributes"},
     {"columns", "store", "tokenizers", "frame"},
     {"storemap"},
     {"bounds", "score_torch"},
@@ -62,6 +67,8 @@ LADDER = [
 ]
 HEAVY = {
     "torch",
+    "lance",
+    "safetensors",
     "faiss",
     "pyarrow",
     "typer",

@@ -1,0 +1,225 @@
+"""Further columns of facts, such as tenant or language: what a ranking may be limited by.
+
+One column has one type, str, int, float or bool, and may lack a value for any fact. Strings are kept once each, with an
+int32 per fact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel.arrays import Growing, Int64
+from cdr_kernel.folder import read_array, synced
+
+Value: TypeAlias = str | int | float | bool
+Attributes: TypeAlias = "dict[str, tuple[type, list[Value | None]]]"
+"""By name: the type of a column and its values."""
+Where: TypeAlias = "Mapping[str, Value | Iterable[Value | None] | None] | npt.ArrayLike"
+
+RESERVED = frozenset({"id", "text", "embedding", "importance", "source", "position", "sequence"})
+KINDS: dict[str, type] = {kind.__name__: kind for kind in (str, int, float, bool)}
+
+_DTYPES: dict[type, Any] = {str: np.int32, int: np.int64, float: np.float64, bool: np.int8}
+_MISSING: dict[type, Any] = {str: -1, int: -(2**63), float: math.nan, bool: -1}
+_LARGEST = 2**63 - 1
+
+
+class Attribute:
+    """One column, append-only: its front never changes while more is written."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.rows = 0
+        self._numbers = Growing(np.zeros(0, _DTYPES[kind]))
+        self._names: list[str] = []
+        self._codes: dict[str, int] = {}
+
+    @classmethod
+    def missing(cls, kind: type, rows: int) -> Attribute:
+        """A column that has no value for the first rows."""
+        made = cls(kind)
+        made._numbers = Growing(np.full(rows, _MISSING[kind], _DTYPES[kind]))
+        made.rows = rows
+        return made
+
+    def check_kind(self, kind: type, name: str) -> None:
+        """Raises TypeError unless values of this type can go into the column."""
+        if kind is not self.kind and (kind, self.kind) != (int, float):
+            raise TypeError(f"{name}: expected {self.kind.__name__} as in the store, got {kind.__name__}")
+
+    def write(self, at: int, values: Sequence[Value | None]) -> None:
+        """Put values at row `at` and on; rows before that are not touched."""
+        if self.kind is str:
+            for value in values:
+                if value is not None and value not in self._codes:
+                    self._names.append(str(value))
+                    self._codes[str(value)] = len(self._names) - 1
+            numbers = [-1 if value is None else self._codes[str(value)] for value in values]
+        else:
+            numbers = [_MISSING[self.kind] if value is None else self.kind(value) for value in values]
+        self._numbers.write(at, np.array(numbers, _DTYPES[self.kind]))
+        self.rows = at + len(numbers)
+
+    def numbers(self, n: int) -> npt.NDArray[Any]:
+        """The first n rows as they are kept: codes of strings, else the numbers themselves."""
+        return self._numbers.front(n)
+
+    def values(self, rows: Int64) -> list[Any]:
+        """Values of these rows, None where there is none."""
+        numbers = self._numbers.buffer[rows]
+        if self.kind is str:
+            return [None if code < 0 else self._names[code] for code in numbers.tolist()]
+        lacking = np.isnan(numbers) if self.kind is float else numbers == _MISSING[self.kind]
+        pairs = zip(numbers.tolist(), lacking.tolist(), strict=True)
+        return [None if lacks else self.kind(number) for number, lacks in pairs]
+
+    def equal(self, wanted: Sequence[Any], n: int, name: str) -> npt.NDArray[np.bool_]:
+        """Which of the first n rows have one of these values (None: no value). bool [n]."""
+        numbers = self._numbers.front(n)
+        mask = np.zeros(n, np.bool_)
+        if None in wanted:
+            mask |= np.isnan(numbers) if self.kind is float else numbers == _MISSING[self.kind]
+        kind, values = one_kind(wanted, name)
+        if kind is None:
+            return mask
+        self.check_kind(kind, name)
+        present = [value for value in values if value is not None]
+        if self.kind is str:
+            present = [self._codes[value] for value in present if value in self._codes]
+        mask |= numbers == present[0] if len(present) == 1 else np.isin(numbers, np.array(present, numbers.dtype))
+        return mask
+
+    def at_most(self, limit: int, n: int) -> npt.NDArray[np.bool_]:
+        """Which of the first n rows have a number that is not above the limit. bool [n]."""
+        numbers = self._numbers.front(n)
+        return np.asarray((numbers != _MISSING[int]) & (numbers <= limit), np.bool_)
+
+    def take(self, rows: Int64) -> Attribute:
+        """A column of these rows alone."""
+        made = Attribute(self.kind)
+        made.write(0, self.values(rows))
+        return made
+
+    def save(self, stem: Path, rows: Int64) -> None:
+        """Write these rows, and nothing of the others, to STEM.npy and, of strings, STEM.json."""
+        kept = self.take(rows)
+        with synced(stem.with_suffix(".npy")) as file:
+            np.save(file, kept.numbers(len(rows)), allow_pickle=False)
+        if self.kind is str:
+            with synced(stem.with_suffix(".json")) as file:
+                file.write(json.dumps(kept._names).encode())
+
+    @classmethod
+    def load(cls, kind: type, stem: Path, n: int) -> Attribute:
+        """What ``save`` wrote. Raises ValueError where it is damaged."""
+        made = cls(kind)
+        file = stem.with_suffix(".npy")
+        made._numbers = Growing(read_array(file, _DTYPES[kind], (n,), mapped=False))
+        made.rows = n
+        least, most = {str: (-1, None), bool: (-1, 1)}.get(kind, (None, None))
+        if kind is str:
+            source = stem.with_suffix(".json")
+            try:
+                names = json.loads(source.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{source}: not readable JSON ({error})") from None
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{source}: expected a list of strings")
+            made._names, made._codes = names, {name: code for code, name in enumerate(names)}
+            most = len(names) - 1
+        numbers = made._numbers.buffer
+        if n and least is not None and not (least <= numbers.min() and numbers.max() <= most):
+            raise ValueError(f"{file}: expected {least} to {most}, found {numbers.min()} to {numbers.max()}")
+        if kind is float and np.isinf(numbers).any():
+            raise ValueError(f"{file}: expected finite numbers")
+        return made
+
+
+def one_kind(values: Sequence[Any], name: str) -> tuple[type | None, list[Value | None]]:
+    """The one type of the values that are not None, and all of them as Python's own; ints beside floats are floats.
+
+    Raises TypeError for another type and for several, ValueError for a number that is not finite or too large.
+    """
+    kinds: set[type] = set()
+    out: list[Value | None] = []
+    for i, value in enumerate(values):
+        plain = value.item() if isinstance(value, np.generic) else value
+        if plain is None:
+            out.append(None)
+            continue
+        kind = next((k for k in (bool, str, int, float) if isinstance(plain, k)), None)
+        if kind is None:
+            raise TypeError(f"{name}: expected str, int, float, bool or None, got {type(value).__name__} at {i}")
+        if (kind is float and not math.isfinite(plain)) or (kind is int and not -_LARGEST <= plain <= _LARGEST):
+            raise ValueError(f"{name}: expected a finite number of at most 64 bits, got {plain!r} at {i}")
+        kinds.add(kind)
+        out.append(plain)
+    if kinds == {int, float}:
+        return float, [None if value is None else float(value) for value in out]
+    if len(kinds) > 1:
+        raise TypeError(f"{name}: expected values of one type, got {', '.join(sorted(k.__name__ for k in kinds))}")
+    return next(iter(kinds), None), out
+
+
+def checked_attributes(given: Mapping[str, Sequence[Value | None]] | None, m: int) -> Attributes:
+    """Columns as a caller gave them, checked: m values each. Columns without any value are left out."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"attributes: expected a mapping of names to values, got {type(given).__name__}")
+    checked: Attributes = {}
+    for name, values in given.items():
+        if not isinstance(name, str):
+            raise TypeError(f"attributes: expected names that are str, got {type(name).__name__}")
+        if not name or name in RESERVED or name.startswith("_") or "." in name or not name.isprintable():
+            raise ValueError(
+                f"attributes: expected a name that is no column of every fact ({', '.join(sorted(RESERVED))}), does "
+                f"not begin with _ and has no dot, got {name!r}"
+            )
+        where = f"attributes[{name!r}]"
+        if isinstance(values, str | bytes):
+            raise TypeError(f"{where}: expected one value per id, got one {type(values).__name__}")
+        listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
+        if len(listed) != m:
+            raise ValueError(f"{where}: expected {m} entries (one per id), got {len(listed)}")
+        kind, plain = one_kind(listed, where)
+        if kind is not None:
+            checked[name] = (kind, plain)
+    return checked
+
+
+def chosen(values: Any) -> list[Any]:
+    """The values that a filter allows, from one or several."""
+    if values is None or isinstance(values, str | int | float | np.generic):
+        return [values]
+    if isinstance(values, bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"where: expected a value or several, got {type(values).__name__}")
+    return list(values)
+
+
+def where_key(where: Where, n: int, within: bytes) -> bytes:
+    """What tells one filter from another, for caches; checks what is no mapping. within: the key of what it limits."""
+    digest = hashlib.blake2b(within, digest_size=16)
+    if isinstance(where, Mapping):
+        for name in sorted(where, key=str):
+            if not isinstance(name, str):
+                raise TypeError(f"where: expected names that are str, got {type(name).__name__}")
+            values = sorted(f"{type(value).__name__} {value!r}" for value in chosen(where[name]))
+            digest.update(json.dumps([name, values]).encode())
+        return digest.digest()
+    mask = np.asarray(where)
+    if mask.dtype != np.bool_:
+        raise TypeError(f"where: expected a mapping or a bool array, got {type(where).__name__} of {mask.dtype}")
+    if mask.shape != (n,):
+        raise ValueError(f"where: expected {n} entries (one per fact, in the order of ids), got {list(mask.shape)}")
+    digest.update(b"mask")
+    digest.update(np.packbits(mask).tobytes())
+    return digest.digest()
