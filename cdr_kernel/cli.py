@@ -1,4 +1,4 @@
-"""The command `cdr`: demo, index, ingest, rank, run, report, serve, gate, doctor.
+"""The command `cdr`: demo, index, ingest, rank, run, report, serve, gate, store, doctor.
 
 Exit status: 0 fine, 1 an error, 2 wrong usage, 130 interrupted, 143 terminated. With --json standard output gets one
 line, last. CDR_KERNEL_DEBUG=1 shows where an error comes from.
@@ -27,6 +27,7 @@ import typer
 import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
+from cdr_kernel import cli_store
 from cdr_kernel.constants import CALIBRATED_GATE, CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import (
@@ -151,6 +152,12 @@ EmbedOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="Embed texts with this model: all-MiniLM-L6-v2, or a folder.")
 ]
 StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="Folder that `cdr index` wrote.")]
+WhereOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="Only facts of this source or attribute; several of one name: any of them, else all."
+    ),
+]
 Windows = Annotated[int | None, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help="Windows at most (the task's).")]
 ReportOption = Annotated[
     Path | None,
@@ -226,7 +233,7 @@ def _fail(message: str, as_json: bool) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _command(body: Body) -> Body:
+def _command(body: Body, group: typer.Typer = app) -> Body:
     """Register a command whose errors end in one line and an exit status."""
 
     @functools.wraps(body)
@@ -259,7 +266,7 @@ def _command(body: Body) -> Body:
             except Exception as error:  # a fault of this program, or a library's over a file that nobody foresaw
                 _fail(f"{type(error).__name__}: {error} (CDR_KERNEL_DEBUG=1 shows where)", as_json)
 
-    app.command()(guarded)
+    group.command()(guarded)
     return body
 
 
@@ -356,34 +363,37 @@ def index(
     on_invalid: Annotated[
         OnInvalid, typer.Option(help="A vector that is not finite or all zeros: refuse the file, or skip the fact.")
     ] = OnInvalid.refuse,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Make a durable store (extra `store`), which `cdr store` works on.")
+    ] = False,
     no_codes: Annotated[
         bool, typer.Option("--no-codes", help="Leave out the scan's codes; a retriever makes them when it needs them.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a store from a file of facts and their embeddings."""
-    if (embeddings is None) == (embed is None):
-        raise typer.BadParameter("expected either --embeddings E.npy with --model, or --embed MODEL")
-    if model is not None and not model.strip():
-        raise typer.BadParameter("expected a name, got a blank one", param_hint="--model")
-    if embeddings is not None and model is None:
-        raise typer.BadParameter("expected --model with --embeddings: the name of the model that made them")
-    if embed is not None and model not in (None, embed):
-        raise typer.BadParameter("--embed names the model: leave out --model")
+    check_source(embeddings, embed, model)
     start, stop = _row_range(rows)
-    cdr_kernel.store.check_store_folder(output)
-    source = embeddings if embed is None else _embedder(embed)
-    assert source is not None
+    if durable:
+        from cdr_kernel.durable import check_new_folder
+
+        check_new_folder(output)
+    else:
+        cdr_kernel.store.check_store_folder(output)
+    source = make_source(embeddings, embed, model)
     with facts_on_disk(facts) as (path, called):
         file = FactFile(path, source, start=start, stop=stop, name=embed or "", called=called)
         with Progress("facts", len(file)) as advance:
             store, skipped = file.build(
                 embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
             )
-    with _writing(output):
-        store.save(output)
     codes = not no_codes and len(store) >= cdr_kernel.retrieve.WORTH_CODES
-    if codes:
+    with _writing(output):
+        if durable:
+            _make_durable(store, output, codes)
+        else:
+            store.save(output)
+    if codes and not durable:
         retriever = cdr_kernel.Retriever(cdr_kernel.FactStore.load(output))
         with Progress("codes", len(store)) as advance:
             retriever.prepare(advance)
@@ -484,6 +494,7 @@ def rank(
         str | None,
         typer.Option(metavar="ID", help="Explain this fact, and what would put it among the --k best."),
     ] = None,
+    where: WhereOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank a store's facts for one query, with the numbers behind every score."""
@@ -505,7 +516,10 @@ def rank(
         "first_window_pull": first_window_pull,
     }
     columns = cdr_kernel.Columns.spec(vector, **question)
+    if explain is not None and where:
+        raise typer.BadParameter("--explain looks at all facts: leave out --where")
     retriever, view = cdr_kernel.Retriever(opened, kind.value), opened.view()
+    view = view.select(_where(where, view))
     why = None
     if explain is not None:
         why = explain_vectors(vector, retriever, explain, max_facts=k, **question)
@@ -522,7 +536,7 @@ def rank(
     numbers = ("score", "relevance", "coverage", "residual_pull", "novelty")
     if not len(rows):
         _explain_gate(retriever, vector, min_relevance)
-    elif len(rows) < k <= len(opened):
+    elif len(rows) < k <= len(view):
         say(
             f"warning: {len(rows)} facts reach --min-relevance {min_relevance:.12g}, fewer than --k {k}: see `cdr gate`"
         )
@@ -534,6 +548,7 @@ def rank(
                 **{name: getattr(scores, name)[i].item() for name in numbers},
                 "importance": fact.importance,
                 "source": fact.source,
+                "attributes": dict(fact.attributes),
                 "text": fact.text,
             }
             for i, fact in enumerate(found)
@@ -561,7 +576,9 @@ def rank(
         values = [f"{getattr(scores, name)[i]:.3f}" for name in columns_shown]
         table.add_row(str(i + 1), cell(fact.id), *values, cell(fact.text))
     show(table)
-    show(f"{len(found)} of {len(rows)} facts at or above the gate of {min_relevance:.12g} ({len(opened)} in the store)")
+    some = f", {len(view)} of them asked" if where else ""
+    gate_said = f"at or above the gate of {min_relevance:.12g}"
+    show(f"{len(found)} of {len(rows)} facts {gate_said} ({len(opened)} in the store{some})")
 
 
 @_command
@@ -628,6 +645,7 @@ def run(
     exclude_packed: Annotated[
         bool, typer.Option("--exclude-packed", help="Never pack a fact twice, as mode calibrated never does.")
     ] = False,
+    where: WhereOption = None,
     backward_summary: Annotated[
         bool, typer.Option("--backward-summary", help="Give a command the text of the earlier windows as well (§4.3).")
     ] = False,
@@ -674,6 +692,7 @@ def run(
     retriever = cdr_kernel.Retriever(opened, kind.value)
     per_envelope = k or chosen.k
     packing = (pack or (Pack.need if calibrated else Pack.greedy)).value
+    wanted = _where(where, opened.view())
     settings = {
         "mode": mode.value,
         "min_relevance": None if calibrated else cosine,
@@ -685,6 +704,7 @@ def run(
         "kind": kind.value,
         "guard": guarded,
         "exclude_packed": exclude_packed,
+        "where": wanted,
         "backward_summary": backward_summary,
         "writer": writer,
         "embed": embed,
@@ -712,6 +732,7 @@ def run(
             session,
             token_budget=NO_BUDGET if token_budget is None else token_budget,
             assess=write.assess,
+            where=wanted,
             k=per_envelope if token_budget is None else None,  # where everything fits, the rest need not be ranked
             max_facts=per_envelope,
             pack=packing,
@@ -872,7 +893,7 @@ def gate(
     as_json: AsJson = False,
 ) -> None:
     """How many facts pass a relevance gate in this store, and a gate that fits its embedding model."""
-    opened = cdr_kernel.FactStore.load(store)
+    opened = _opened(store)
     report = cdr_kernel.gate_report(opened, read_vectors(queries, opened.dim), k=k, windows=windows)
     found = report.as_dict()
     if as_json:
@@ -937,7 +958,60 @@ def doctor(as_json: AsJson = False) -> None:
         say(f"warning: {problem}")
 
 
+def check_source(embeddings: str | None, embed: str | None, model: str | None) -> None:
+    """Raises BadParameter unless the options say where vectors come from, and of which model."""
+    if (embeddings is None) == (embed is None):
+        raise typer.BadParameter("expected either --embeddings E.npy with --model, or --embed MODEL")
+    if model is not None and not model.strip():
+        raise typer.BadParameter("expected a name, got a blank one", param_hint="--model")
+    if embeddings is not None and model is None:
+        raise typer.BadParameter("expected --model with --embeddings: the name of the model that made them")
+    if embed is not None and model not in (None, embed):
+        raise typer.BadParameter("--embed names the model: leave out --model")
+
+
+def make_source(embeddings: str | None, embed: str | None, model: str | None) -> str | Callable[[list[str]], Any]:
+    """Where the vectors of a file of facts come from: a file, or a model."""
+    check_source(embeddings, embed, model)
+    source = embeddings if embed is None else _embedder(embed)
+    assert source is not None
+    return source
+
+
+def _make_durable(facts: cdr_kernel.FactStore, output: Path, codes: bool) -> None:
+    from cdr_kernel.durable import DurableStore
+
+    with Progress("record", len(facts)) as advance:
+        made = DurableStore.from_facts(facts, output, advance=advance)
+    with made:
+        made.snapshot(codes=codes)
+
+
+def _where(pairs: Sequence[str] | None, view: cdr_kernel.StoreView) -> dict[str, list[Any]] | None:
+    """NAME=VALUE pairs as a filter, values as what the attribute holds."""
+    if not pairs:
+        return None
+    types = {"source": str, **view.attribute_types}
+    wanted: dict[str, list[Any]] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in types:
+            what = f"expected NAME=VALUE with NAME one of {', '.join(sorted(types))}, got {pair!r}"
+            raise typer.BadParameter(what, param_hint="--where")
+        kind = types[name]
+        try:
+            typed = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            raise typer.BadParameter(f"expected {kind.__name__}, got {pair!r}", param_hint="--where") from None
+        wanted.setdefault(name, []).append(typed)
+    return wanted
+
+
 def _opened(path: Path) -> cdr_kernel.FactStore:
+    if (path / "facts.lance").is_dir():
+        from cdr_kernel.durable import DurableStore
+
+        return DurableStore.open(path).facts
     try:
         return cdr_kernel.FactStore.load(path)
     except (OSError, ValueError, MemoryError):
@@ -1128,6 +1202,8 @@ def _window_row(window: Mapping[str, Any]) -> dict[str, str]:
         "status": status + ("" if window["written"] else ", not written"),
     }
 
+
+cli_store.register(app, _command, make_source)
 
 if __name__ == "__main__":
     main()

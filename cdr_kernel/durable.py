@@ -29,7 +29,7 @@ import numpy as np
 from cdr_kernel import exchange, lance_record, snapshot
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attributes, Value
-from cdr_kernel.folder import sync_folder, turn
+from cdr_kernel.folder import LOCK, sync_folder, turn
 from cdr_kernel.lance_record import COLUMNS, LIVE, QUARANTINED, Record
 from cdr_kernel.ngram import HashKey, Tokenizer, take_tokens
 from cdr_kernel.snapshot import Found
@@ -104,13 +104,9 @@ class DurableStore:
             "hash_key": facts.key_fingerprint,
             "unicode": unicodedata.unidata_version,
         }
-        if folder.exists() and not folder.is_dir():
-            raise FileExistsError(f"{folder}: expected a new or empty folder, found a file")
-        if folder.is_dir() and {entry.name for entry in folder.iterdir()} - {"save.lock", RECORD, SNAPSHOT}:
-            raise FileExistsError(f"{folder}: expected a new or empty folder, found other files")
+        check_new_folder(folder)
         with turn(folder):
-            if is_durable(folder):
-                raise FileExistsError(f"{folder}: expected a new or empty folder, found a durable store")
+            check_new_folder(folder)
             record = Record.create(folder / RECORD, about)
         return cls(folder, record, tokenizer, hash_key)
 
@@ -141,7 +137,7 @@ class DurableStore:
             if (folder / "manifest.json").is_file():
                 what += f"; this is a folder of FactStore.save: `cdr store create {folder} -o NEW` makes it durable"
             raise FileNotFoundError(f"{folder}: no durable store here ({what})")
-        record = Record.open(folder / RECORD)
+        record = _opened(folder)
         about = record.about
         if embedding_model is not None and embedding_model != about["embedding_model"]:
             raise EmbeddingModelMismatch(f"{folder}", about["embedding_model"], embedding_model)
@@ -399,8 +395,9 @@ class DurableStore:
         for name in attributes or ():
             if name in COLUMNS:
                 raise ValueError(f"attributes: expected a name that is none of {', '.join(COLUMNS)}, got {name!r}")
+        ids = ids if isinstance(ids, str | bytes) else list(ids)
         found = self._facts.check(ids, texts, embeddings, importance, source, position, attributes, None, on_invalid)
-        expiries = _microseconds(expires_at, len(list(ids)))
+        expiries = _microseconds(expires_at, len(ids))
         if any(moment is not None for moment in expiries):
             by_id = dict(zip(ids, expiries, strict=True))
             columns: Attributes = {**found.attributes, _EXPIRES: (int, [by_id[i] for i in found.ids])}
@@ -797,6 +794,35 @@ class _Closed(Exception):
     """The store was closed while its snapshot was checked."""
 
 
+def _opened(folder: Path) -> Record:
+    """The newest version of the record, past those that a power cut has torn before they were acknowledged."""
+    try:
+        return Record.open(folder / RECORD)
+    except (ValueError, OSError):
+        with turn(folder):
+            aside = lance_record.set_torn_aside(folder / RECORD)
+        if not aside:
+            raise
+        say(f"warning: {folder / RECORD}: set aside {', '.join(aside)}: torn before anybody was told of the commit")
+        return Record.open(folder / RECORD)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises FileExistsError unless a durable store may be made there: nothing yet, or an empty folder.
+
+    What a ``create`` that was killed has left counts as nothing.
+    """
+    if folder.is_dir() and is_durable(folder):
+        found = "a durable store"
+    elif folder.is_dir() and {entry.name for entry in folder.iterdir()} - {LOCK, RECORD}:
+        found = "other files"
+    elif folder.exists() and not folder.is_dir():
+        found = "a file"
+    else:
+        return
+    raise FileExistsError(f"{folder}: expected a new or empty folder, found {found}")
+
+
 def is_durable(path: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a durable store."""
     return lance_record.exists(Path(path) / RECORD)
@@ -904,14 +930,12 @@ def _of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
 def _building(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder beside the one that is wanted, which takes its name when the block ends well and else goes."""
     folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "a durable store" if is_durable(folder) else "other files" if folder.is_dir() else "a file"
-        raise FileExistsError(f"{folder}: expected a new or empty folder, found {what}")
+    check_new_folder(folder)
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         yield draft
-        if folder.exists():
-            folder.rmdir()
+        check_new_folder(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # what a `create` that was killed has left
         draft.rename(folder)
         sync_folder(folder.parent)
     except BaseException:

@@ -33,7 +33,7 @@ BATCH_ROWS = 4096
 DEFAULT_K = 10
 TASK_SCHEMA = 1
 
-_FACT_FIELDS = ("id", "text", "source", "path", "importance", "position", "pos")
+_FACT_FIELDS = ("id", "text", "source", "path", "importance", "position", "pos", "attributes")
 _IN_NPZ = re.compile(r"(.+?\.npz):(.+)", re.DOTALL)
 _SHOWN = 60
 _JSONL = "; JSONL is one object a line"
@@ -63,7 +63,13 @@ class FactBatch:
     source: list[str | None] = field(default_factory=list)
     importance: list[float] = field(default_factory=list)
     position: list[int | None] = field(default_factory=list)
+    attributes: list[Mapping[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The attributes by name, None for facts without one."""
+        names = dict.fromkeys(name for each in self.attributes for name in each)
+        return {name: [each.get(name) for each in self.attributes] for name in names}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,6 +90,7 @@ class FactBatch:
         self.source.append(source)
         self.importance.append(1.0 if importance is None else _weight(importance, f"{where}: importance"))
         self.position.append(_count(_first_given(record, "position", "pos"), f"{where}: position"))
+        self.attributes.append(_attributes(record.get("attributes"), f"{where}: attributes"))
         self.places.append(place)
 
 
@@ -130,9 +137,9 @@ def read_facts(path: Path, *, start: int = 0, stop: int | None = None, name: str
     """The facts of a JSONL or Parquet file from row `start` up to `stop`, checked, in batches of up to 4,096.
 
     Each has `text` (a string that is not blank), and optionally `id` (string or integer, else the row number),
-    `source` (else `path`), `importance` (finite, >= 0, else 1), `position` (else `pos`; integer >= 0). Other fields
-    are ignored. name: what messages call the file, else path. Raises FileError naming line (or row) and field; OSError
-    where the file cannot be opened.
+    `source` (else `path`), `importance` (finite, >= 0, else 1), `position` (else `pos`; integer >= 0), `attributes`
+    (an object of strings, numbers, true, false and null). Other fields are ignored. name: what messages call the
+    file, else path. Raises FileError naming line (or row) and field; OSError where the file cannot be opened.
     """
     name = name or str(path)
     records = _parquet_records(path, start, name) if _is_parquet(path, name) else _jsonl_records(path, start, name)
@@ -240,6 +247,17 @@ def _weight(value: object, where: str) -> float:
         return float(value)
     except OverflowError:
         raise FileError(f"{where}: expected a finite number >= 0, got {shown(value)}") from None
+
+
+def _attributes(value: object, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise FileError(f"{where}: expected an object, got {shown(value)}")
+    for name, each in value.items():
+        if not (each is None or isinstance(each, str | int | float)):
+            raise FileError(f"{where}.{name}: expected a string, a number, true, false or null, got {shown(each)}")
+    return value
 
 
 def _count(value: object, where: str, low: int = 0, high: int = 2**63 - 1) -> int | None:

@@ -110,8 +110,11 @@ class FactFile:
                 importance=batch.importance,
                 source=batch.source,
                 position=batch.position,
+                attributes=batch.columns(),
                 on_invalid=on_invalid,
             ).skipped
+        except TypeError as error:  # of attributes, whose types no single fact tells
+            raise FileError(f"{self._called}, {batch.places[0]} to {batch.places[-1]}: {error}") from None
         except ValueError:
             with np.errstate(over="ignore", under="ignore"):
                 cast = np.asarray(rows).astype(store.dtype)

@@ -36,6 +36,7 @@ _NEXT = "cdr:next_sequence"
 _SOURCE_PLACE = re.compile(r"(, )?(\S*/)?\S+\.rs:\d+:\d+")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _BATCH = 65536
+_MANIFEST_END = b"LANC"
 _OTHERS_AT_WORK = 3600.0  # seconds for which a version may be read by a writer that no lock keeps out
 
 
@@ -331,6 +332,23 @@ class Record:
         for folder in ("_transactions", "_versions"):
             if (self.path / folder).is_dir():
                 sync_folder(self.path / folder)
+
+
+def set_torn_aside(path: Path) -> list[str]:
+    """Rename the newest versions whose manifest does not end as manifests do; returns their names.
+
+    What was acknowledged was synced before, so this is a commit that a power cut has torn and nobody was told of.
+    Nobody else may write meanwhile.
+    """
+    aside = []
+    for manifest in sorted((path / "_versions").glob("*.manifest")):  # the newest first, as their names count down
+        with open(manifest, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - len(_MANIFEST_END)))
+            if file.read() == _MANIFEST_END:
+                break
+        manifest.rename(manifest.with_suffix(".torn"))
+        aside.append(manifest.name)
+    return aside
 
 
 def bytes_in(folder: Path) -> int:

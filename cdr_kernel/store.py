@@ -336,6 +336,11 @@ class StoreView:
         """Names of the further columns."""
         return sorted(name for name in list(self._storage.attributes) if not name.startswith("_"))
 
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Types of the further columns by name: str, int, float or bool."""
+        return {name: self._storage.attributes[name].kind for name in self.attribute_names}
+
     def rows_at_most(self, name: str, limit: int) -> Int64:
         """Rows of facts whose value in a column of int is not above a limit; none where there is no such column."""
         column = self._storage.attributes.get(name)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cdr_kernel.attributes import Where
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
 from cdr_kernel.rank import Ranking, Ranks, cdr_rank
@@ -54,13 +55,14 @@ def run_windows(
     max_facts: int | None = None,
     count_tokens: Callable[[str], int] = count_tokens_default,
     multiplier: Any = None,
+    where: Where | None = None,
     backward_summary: Callable[[list[str]], str] | None = None,
     pack: str | None = None,
 ) -> Iterator[Window]:
     """Yield the windows of a task until one of the exits of §6 is true; the last one says which.
 
     generate: writes a window. query: [D] from the session's model. assess: what an output achieved, with the
-    completeness of the whole task; its report may leave the model to be named by the store's. k, multiplier:
+    completeness of the whole task; its report may leave the model to be named by the store's. k, multiplier, where:
     as in `cdr_rank`, but packing by need sees the whole ranking, whatever k is. token_budget, max_facts,
     count_tokens, pack: as in `pack_facts`. backward_summary: makes the optional summary (§4.3) of the outputs of this
     run so far; not asked before the first one.
@@ -74,7 +76,7 @@ def run_windows(
     while True:
         number = session.window_count + 1
         by_need = session.calibrated is not None and pack != "greedy"
-        ranking = cdr_rank(query, retriever, session, k=None if by_need else k, multiplier=multiplier)
+        ranking = cdr_rank(query, retriever, session, k=None if by_need else k, multiplier=multiplier, where=where)
         wanted = k if max_facts is None else max_facts
         if by_need and wanted is not None and session.window_count == 0:
             session.warn_of_gate(len(ranking), len(retriever.store), wanted)

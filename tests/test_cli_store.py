@@ -1,0 +1,168 @@
+"""The commands `cdr store ...` as a user calls them, and how other commands take durable stores and filters."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cdr_kernel import FactStore
+from cdr_kernel.cli import app
+
+DIM = 6
+
+
+def invoke(*arguments, code=0):
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def answer(*arguments):
+    return json.loads(invoke(*arguments, "--json").stdout.splitlines()[-1])
+
+
+def error(*arguments, code=1):
+    return " ".join(invoke(*arguments, code=code).stderr.split())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Facts with attributes, their vectors, more of both, and a query."""
+    home = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(3)
+    for name, first, count in (("facts", 0, 30), ("more", 28, 5)):
+        lines = [
+            {
+                "id": f"f{i}",
+                "text": f"fact {i}",
+                "source": f"doc{i % 3}",
+                "attributes": {"tenant": ["x", "y"][i % 2], "year": 2000 + i % 5, "draft": i % 4 == 0},
+            }
+            for i in range(first, first + count)
+        ]
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        np.save(home / f"{name}.npy", rng.normal(size=(count, DIM)).astype(np.float32))
+    np.save(home / "q.npy", rng.normal(size=DIM))
+    return home
+
+
+def made(files, folder, *options):
+    vectors = ("--embeddings", files / "facts.npy", "--model", "toy")
+    return answer("index", files / "facts.jsonl", *vectors, "-o", folder, *options)
+
+
+def ranked(files, folder, *options):
+    return answer("rank", folder, "--query", files / "q.npy", "--min-relevance", "-1", "--k", "100", *options)
+
+
+def test_filters_limit_a_ranking(files, tmp_path):
+    made(files, tmp_path / "plain")
+    every = ranked(files, tmp_path / "plain")["results"]
+    for pairs, holds in {
+        ("tenant=x",): lambda r: r["attributes"]["tenant"] == "x",
+        ("tenant=x", "year=2001", "year=2003"): lambda r: (
+            r["attributes"]["tenant"] == "x" and r["attributes"]["year"] in (2001, 2003)
+        ),
+        ("source=doc2", "draft=false"): lambda r: r["source"] == "doc2" and not r["attributes"]["draft"],
+        ("tenant=nobody",): lambda r: False,
+    }.items():
+        options = [part for pair in pairs for part in ("--where", pair)]
+        found = ranked(files, tmp_path / "plain", *options)["results"]
+        assert [r["id"] for r in found] == [r["id"] for r in every if holds(r)]
+    shown = invoke("rank", tmp_path / "plain", "--query", files / "q.npy", "--where", "tenant=x").stdout
+    assert "30 in the store, 15 of them asked" in " ".join(shown.split())
+    for pair in ("tenant", "language=en", "year=soon", "draft=1"):
+        assert "--where" in error("rank", tmp_path / "plain", "--query", files / "q.npy", "--where", pair, code=2)
+
+
+def test_attributes_of_bad_kinds_are_named(files, tmp_path):
+    np.save(tmp_path / "v.npy", np.eye(2))
+    vectors = ("--embeddings", tmp_path / "v.npy", "--model", "toy", "-o", tmp_path / "s")
+    for first, second, what in (
+        ('{"text": "a", "attributes": [1]}', '{"text": "b"}', "line 1: attributes: expected an object"),
+        ('{"text": "a"}', '{"text": "b", "attributes": {"t": [1]}}', "line 2: attributes.t: expected a string"),
+        ('{"text": "a", "attributes": {"t": 1}}', '{"text": "b", "attributes": {"t": "x"}}', "values of one type"),
+        ('{"text": "a", "attributes": {"id": 1}}', '{"text": "b"}', "no column of every fact"),
+    ):
+        (tmp_path / "f.jsonl").write_text(f"{first}\n{second}\n")
+        assert what in error("index", tmp_path / "f.jsonl", *vectors)
+
+
+@pytest.fixture
+def durable(files, tmp_path):
+    pytest.importorskip("lance", reason="needs the extra store")
+    folder = tmp_path / "durable"
+    assert made(files, folder, "--durable")["facts"] == 30
+    return folder
+
+
+def test_a_durable_store_ranks_like_any_other(files, durable, tmp_path):
+    made(files, tmp_path / "plain")
+    for options in ((), ("--where", "tenant=y")):
+        a, b = (ranked(files, folder, *options) for folder in (tmp_path / "plain", durable))
+        assert a["results"] == b["results"]
+    assert "found a durable store" in error(
+        "index",
+        files / "facts.jsonl",
+        "--embeddings",
+        files / "facts.npy",
+        "--model",
+        "toy",
+        "-o",
+        durable,
+        "--durable",
+    )
+
+
+def test_facts_go_in_and_out(files, durable):
+    vectors = ("--embeddings", files / "more.npy", "--model", "toy")
+    assert "already" in error("store", "add", durable, files / "more.jsonl", *vectors)
+    assert answer("store", "add", durable, files / "more.jsonl", *vectors, "--upsert")["added"] == 5
+    assert "expected embedding model" in error(
+        "store", "add", durable, files / "more.jsonl", "--embeddings", files / "more.npy", "--model", "other"
+    )
+    assert answer("store", "remove", durable, "f0", "f1")["removed"] == 2
+    assert answer("store", "quarantine", durable, "f2", "f3", "--reason", "wrong")["quarantined"] == 2
+    assert answer("store", "release", durable, "f3")["released"] == 1
+    assert answer("store", "expire", durable)["expired"] == 0
+    assert "'f0' not in the store" in error("store", "remove", durable, "f0")
+    found = answer("store", "stats", durable)
+    assert (found["facts"], found["quarantined"], found["quarantined_ids"]) == (30, 1, {"f2": "wrong"})
+    assert found["attributes"] == {"draft": "bool", "tenant": "str", "year": "int"}
+    assert "quarantined: f2 (wrong)" in invoke("store", "stats", durable).stdout
+    ids = {r["id"] for r in ranked(files, durable)["results"]}
+    assert ids == {f"f{i}" for i in range(3, 33)}
+
+
+def test_the_folder_is_kept(durable):
+    before = answer("store", "stats", durable)
+    answer("store", "remove", durable, "f5")
+    assert answer("store", "compact", durable)["fragments"] == 1
+    invoke("store", "snapshot", durable)
+    after = answer("store", "stats", durable)
+    assert (after["facts"], after["snapshot"], after["snapshot_version"]) == (29, "checked", after["version"])
+    assert after["version"] > before["version"]
+
+
+def test_a_store_is_carried_over(files, durable, tmp_path):
+    answer("store", "quarantine", durable, "f7")
+    assert answer("store", "export", durable, "-o", tmp_path / "x.safetensors")["facts"] == 30
+    assert answer("store", "import", tmp_path / "x.safetensors", "-o", tmp_path / "again")["facts"] == 29
+    assert ranked(files, durable)["results"] == ranked(files, tmp_path / "again")["results"]
+    assert answer("store", "stats", tmp_path / "again")["quarantined_ids"] == {"f7": None}
+    made(files, tmp_path / "plain")
+    assert answer("store", "create", tmp_path / "plain", "-o", tmp_path / "third")["facts"] == 30
+    assert len(FactStore.load(tmp_path / "plain")) == 30
+    assert ranked(files, tmp_path / "plain")["results"] == ranked(files, tmp_path / "third")["results"]
+
+
+def test_what_is_no_durable_store_is_said(files, tmp_path):
+    made(files, tmp_path / "plain")
+    for command in ("stats", "snapshot", "compact", "expire"):
+        line = error("store", command, tmp_path / "plain")
+        assert line.startswith("error: ")
+        assert "cdr store create" in line
+    assert "no durable store here" in error("store", "stats", tmp_path / "nothing")
