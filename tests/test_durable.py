@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -741,3 +742,51 @@ def test_without_the_extra_it_is_named(store, monkeypatch):
         DurableStore.open(store.path)
     with pytest.raises(ImportError, match=r"cdr-kernel\[store\]"):
         DurableStore.create(store.path, DIM, embedding_model=MODEL)
+
+
+@pytest.mark.parametrize("left", [0, 50, -1])
+def test_a_commit_that_a_power_cut_has_torn_is_set_aside(store, capsys, left):
+    """Its manifest was renamed into place but never synced, so nobody was told of it."""
+    add(store, ["a"])
+    expected = contents(store.facts)
+    add(store, ["b"])
+    (store.path / "snapshot").mkdir()
+    manifest = min((store.path / "facts.lance" / "_versions").glob("*.manifest"))
+    manifest.write_bytes(manifest.read_bytes()[:left])
+    with DurableStore.open(store.path) as again:
+        assert contents(again.facts) == expected
+        assert "torn before anybody was told" in capsys.readouterr().err
+        add(again, ["c"])
+    with DurableStore.open(store.path) as third:
+        assert third.facts.ids == ["a", "c"]
+
+
+def test_a_record_that_is_damaged_otherwise_is_an_error(store):
+    add(store, ["a"])
+    add(store, ["b"])
+    for file in (store.path / "facts.lance" / "data").iterdir():
+        file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises((ValueError, OSError)):
+        DurableStore.open(store.path)
+    assert len(list((store.path / "facts.lance" / "_versions").glob("*.manifest"))) == 3
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "store.md").read_text()
+    rng = np.random.default_rng(0)
+    scope = {
+        "ids": [f"f{i}" for i in range(40)],
+        "texts": ["t"] * 40,
+        "embeddings": rng.normal(size=(40, 384)),
+        "sources": ["s"] * 40,
+        "tenants": ["x", "y"] * 20,
+        "moments": [None] * 40,
+        "query": rng.normal(size=384),
+        "session": Session(
+            [SubQuery("s", "S", "s", rng.normal(size=384))], embedding_model="all-MiniLM-L6-v2", min_relevance=-1.0
+        ),
+    }
+    exec(re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1], scope)
+    assert len(scope["ranking"]) == 19
+    assert len(scope["store"]) == 39
