@@ -21,6 +21,7 @@ BENCHES = {
     "serve": "the server under load, at capacity and beyond",
     "sharded": "what shards cost, constants for sizing, and a simulation of a billion facts",
     "score": "one pass of scores, on the CPU or a GPU",
+    "store": "the durable store: in, open, catch up, read again",
 }
 
 

@@ -100,6 +100,18 @@ def test_only_a_mapped_scan_takes_a_folder(tmp_path):
     assert "--folder: only --mapped" in run.stderr
 
 
+def test_store():
+    pytest.importorskip("lance", reason="needs the extra store")
+    run = bench("store", "--facts", "300", "--dim", "8", "--opens", "2", "--json")
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    result = json.loads(line)
+    for name in ("warm_open_ms", "open_with_a_tail_ms", "add_100_ms", "upsert_100_ms", "remove_100_ms"):
+        assert result[name]["p50"] > 0
+    for name in ("ingest_s", "snapshot_s", "rebuild_s", "record_mb", "snapshot_mb"):
+        assert result[name] > 0
+
+
 def test_an_unknown_name_lists_the_known_ones():
     run = bench("nothing")
     assert run.returncode == 2
