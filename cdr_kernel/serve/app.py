@@ -39,13 +39,15 @@ class _App(FastAPI):
         return self.described
 
 
-def build(settings: Settings, *, failed: Callable[[Exception], object] | None = None) -> FastAPI:
+def build(
+    settings: Settings, *, failed: Callable[[Exception], object] | None = None, tracer_provider: Any = None
+) -> FastAPI:
     """The application over a store. `app.state.service` has its parts.
 
     The stores are opened while it already listens; until then /readyz says "loading". failed: called with what went
-    wrong where they cannot be.
+    wrong where they cannot be. tracer_provider: OpenTelemetry's, instead of the one that settings.otel makes.
     """
-    service = Service(settings)
+    service = Service(settings, tracer_provider=tracer_provider)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -108,7 +110,7 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
             )
             if operation.body is not None:
                 kind, media = operation.body, request.headers.get("content-type")
-                with service.metrics.stage("decode"):
+                with service.stage("decode"):
                     if len(raw) <= SMALL:
                         call.body = schema.decode(raw, media, kind)
                     else:
@@ -122,7 +124,7 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
             if refusal_ is None:
                 raise
             return _refused(request, refusal_.status, refusal_.detail, refusal_.headers)
-        with service.metrics.stage("encode"):
+        with service.stage("encode"):
             body, media = schema.encode(answer.value, schema.wants_msgpack(request.headers.get("accept")))
         return Response(body, 200, answer.headers, media)
 

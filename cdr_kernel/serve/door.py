@@ -37,7 +37,21 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif self._service.tracing is None:
+            await self._serve(scope, receive, send)
+        else:
+            told = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            with self._service.tracing.request(scope["method"], told) as span:
+                status = await self._serve(scope, receive, send)
+                operation = scope["state"]["operation"]
+                span.update_name(f"{scope['method']} {operation}")
+                span.set_attribute("http.request.method", scope["method"])
+                span.set_attribute("http.response.status_code", status)
+                span.set_attribute("cdr.operation", operation)
+                span.set_attribute("cdr.request_id", scope["state"]["request_id"])
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Answer; the status."""
         service, start = self._service, perf_counter()
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", "")
@@ -70,7 +84,7 @@ class Door:
                 except Refusal as refusal:
                     service.metrics.rejected.labels(refusal.detail.code).inc()
                     await refuse(refusal, state["request_id"], headers.get(b"accept", b""), respond)
-                    return
+                    return refusal.status
                 tenant.in_flight += 1
                 state["tenant"] = tenant
             await self._app(scope, receive, respond)
@@ -97,6 +111,7 @@ class Door:
                     ms=round(seconds * 1e3, 3),
                     bytes_out=sent,
                 )
+        return status
 
     def _admitted(self, authorization: str | None) -> Tenant:
         service, name = self._service, DEFAULT_TENANT

@@ -104,7 +104,7 @@ async def stats(call: Call) -> Answer:
 
 
 async def _written(call: Call, write: Callable[[], Any]) -> Answer:
-    with call.service.metrics.stage("write"):
+    with call.service.stage("write"):
         return Answer(await call.thread(write))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ async def rank_facts(call: Call) -> Answer:
         multiplier=body.multiplier,
     )
     try:
-        ranking = await service.batcher.rank(tenant.lane, ask)
+        with contextlib.nullcontext() if service.tracing is None else service.tracing.part("rank"):
+            ranking = await service.batcher.rank(tenant.lane, ask)
     except Exception as error:  # `refuse` raises it again where it is not the request's fault
         refuse(error)
     considered = len(tenant.facts.facts)
@@ -55,7 +57,7 @@ async def rank_facts(call: Call) -> Answer:
     def pack() -> tuple[Answer, KeptWindow]:
         most = body.k if by_need and body.max_facts is None else body.max_facts
         budget = NO_BUDGET if body.token_budget is None else body.token_budget
-        with service.metrics.stage("pack"):
+        with service.stage("pack"):
             envelope = pack_facts(ranking, budget, max_facts=most, pack=body.pack)
             exit = session.exit(envelope=envelope)
             answer = Answer(ranked(envelope, session, exit), crp_headers(envelope, session, exit))

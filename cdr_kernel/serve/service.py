@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from cdr_kernel.serve.sessions import LocalSessions, Sessions
 from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.stores import FolderFacts, open_facts
 from cdr_kernel.serve.tokens import Signer
+from cdr_kernel.serve.tracing import Tracing
 from cdr_kernel.store import EmbeddingModelMismatch
 
 T = TypeVar("T")
@@ -92,7 +95,8 @@ class Call:
     async def thread(self, work: Callable[[], T]) -> T:
         """Run this in the pool. What the library refuses becomes a `Refusal`."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.service.pool, work)
+            context = contextvars.copy_context()  # the span of the request
+            return await asyncio.get_running_loop().run_in_executor(self.service.pool, lambda: context.run(work))
         except Exception as error:  # `refuse` raises it again where it is not the request's fault
             refuse(error)
 
@@ -116,10 +120,11 @@ class Answer:
 class Service:
     """The parts of one application. Made without opening anything; `load` opens the stores."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, tracer_provider: Any = None) -> None:
         self.settings = settings
         self.keys = None if settings.keys is None else Keys.read(settings.keys)
         self.metrics = Metrics()
+        self.tracing = Tracing(tracer_provider) if settings.otel or tracer_provider is not None else None
         self.state = LOADING
         self.problem: Exception | None = None
         self.tenants: dict[str, Tenant] = {}
@@ -131,6 +136,12 @@ class Service:
         self.accepted = self.completed = 0
         self._embedder: Callable[[list[str]], Any] | None = None
         self._batcher: Batcher | None = None
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a part of a request, and trace it where requests are traced."""
+        with self.metrics.stage(name), contextlib.nullcontext() if self.tracing is None else self.tracing.part(name):
+            yield
 
     @property
     def batcher(self) -> Batcher:
@@ -207,6 +218,8 @@ class Service:
         self.embedding.shutdown()
         for tenant in self.tenants.values():
             tenant.facts.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     def _go_on(self, coded: int) -> None:
         if self.stopping:

@@ -236,7 +236,7 @@ async def _changed(call: Call, entry: Entry, work: Change) -> Answer | None:
     answer = await call.thread(lambda: work(entry, before, twin))
     call.check_deadline()
     answers = with_answer(before.answers, call.key, done_of(call, answer)) if call.key else before.answers
-    with call.service.metrics.stage("commit"):
+    with call.service.stage("commit"):
         committed = await call.tenant.sessions.commit(entry, before, twin, answers)
     return answer if committed else None
 

@@ -1,0 +1,40 @@
+"""Traces: a span per request, a child of the caller's, with its parts; nothing of what the request says."""
+
+from __future__ import annotations
+
+import pytest
+from serving import Settings, TestClient, create_app, created, make_store, rank, update, wait_until_ready
+
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs the otel extra")
+export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+processors = pytest.importorskip("opentelemetry.sdk.trace.export")
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+
+
+def test_a_request_is_a_span_with_its_parts(tmp_path):
+    make_store().save(tmp_path / "s")
+    exporter, provider = export.InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(processors.SimpleSpanProcessor(exporter))
+    app = create_app(Settings(store=tmp_path / "s", access_log=False), tracer_provider=provider)
+    with TestClient(app) as client:
+        wait_until_ready(client)
+        sid = created(client)
+        exporter.clear()
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        client.post(f"/v1/sessions/{sid}/rank", json=rank(), headers=headers)
+        client.post(f"/v1/sessions/{sid}/update", json=update(output="a secret output"), headers=headers)
+        client.get("/v1/nowhere", headers=headers)
+        spans = exporter.get_finished_spans()
+    whole = {span.name: span for span in spans if span.parent and f"{span.parent.span_id:016x}" == PARENT}
+    assert set(whole) == {"POST rank_facts", "POST update_session", "GET none"}
+    assert {f"{span.context.trace_id:032x}" for span in spans} == {TRACE}
+    assert whole["GET none"].attributes["http.response.status_code"] == 404
+
+    def parts(name):
+        return {span.name for span in spans if span.parent.span_id == whole[name].context.span_id}
+
+    assert parts("POST rank_facts") == {"decode", "rank", "pack", "encode"}
+    assert parts("POST update_session") == {"decode", "commit", "encode"}
+    assert not any("secret" in repr(dict(span.attributes)) or "f1" in repr(dict(span.attributes)) for span in spans)
