@@ -355,29 +355,30 @@ def test_a_deadline_that_passes_is_504_and_changes_nothing(client):
 
 
 def test_more_than_the_queue_takes_is_429_at_once(folder):
-    with serving(folder, max_queue=2) as client:
+    with serving(folder, max_queue=2, deadline_s=20) as client:
         service = client.app.state.service
         release = threading.Event()
-        blocked = [service.pool.submit(release.wait) for _ in range(service.settings.threads)]
-        sid_body = new_session()
+        blocked = [service.pool.submit(release.wait, 30) for _ in range(service.settings.threads)]
         answers = []
         threads = [
-            threading.Thread(target=lambda: answers.append(client.post("/v1/sessions", json=sid_body)))
+            threading.Thread(target=lambda: answers.append(client.post("/v1/sessions", json=new_session())))
             for _ in range(2)
         ]
-        for thread in threads:
-            thread.start()
-        until = time.monotonic() + 10
-        while service.tenants["default"].in_flight < 2 and time.monotonic() < until:
-            time.sleep(0.005)
-        refused = client.post("/v1/sessions", json=sid_body)
+        try:
+            for thread in threads:
+                thread.start()
+            until = time.monotonic() + 10
+            while service.tenants["default"].in_flight < 2 and time.monotonic() < until:
+                time.sleep(0.005)
+            refused = client.post("/v1/sessions", json=new_session(), headers={"CDR-Deadline-Ms": "1000"})
+            assert client.get("/readyz").status_code == 200
+        finally:
+            release.set()
+            for thread in threads:
+                thread.join()
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert error_of(refused)["code"] == "overloaded"
-        assert client.get("/readyz").status_code == 200
-        release.set()
-        for thread in threads:
-            thread.join()
         assert [answer.status_code for answer in answers] == [200, 200]
         assert [task.result() for task in blocked] == [True, True]
         assert client.get("/v1/stats").json()["sessions"] == 2

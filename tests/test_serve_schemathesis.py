@@ -86,7 +86,8 @@ def test_made_up_requests_are_answered_as_the_document_says(client, api, session
         if isinstance(case.body, dict) and made % 3:
             _make_sense_of(case.body, packed=case.media_type == "application/msgpack")
         answer = case.call(headers=bearer(KEY))
-        case.validate_response(answer, checks=CHECKS)
+        late = answer.status_code == 504 and "CDR-Deadline-Ms" in case.headers  # as it asked for
+        case.validate_response(answer, checks=CHECKS[1:] if late else CHECKS)
 
     run()
     assert made >= min(examples, 5)
