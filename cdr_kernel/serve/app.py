@@ -52,9 +52,11 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loading = asyncio.create_task(_load(service, failed))
+        fresh = asyncio.create_task(service.keep_fresh())
         try:
             yield
         finally:
+            fresh.cancel()
             await loading
             await asyncio.to_thread(service.close)
             if service.shared is not None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from cdr_kernel.rank import Ranking, rank_many
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.serve.errors import late, overloaded, unavailable
@@ -25,7 +27,7 @@ class Ask:
     """One rank: what `cdr_rank` takes, and until when (`time.monotonic`) an answer is wanted.
 
     Asks go into one batch where `alike` is equal; k may differ, since the first k of a longer ranking are the ranking
-    of k. k None and asks with a multiplier go alone or among themselves.
+    of k. Asks for all facts (k None) and those with one `where` go among themselves, one with a multiplier goes alone.
     """
 
     query: Any
@@ -33,13 +35,16 @@ class Ask:
     k: int | None
     deadline: float
     multiplier: Mapping[str, float] | None = None
+    where: Mapping[str, Any] | None = None
     since: float = field(default_factory=monotonic)
     future: asyncio.Future[Ranking] | None = None
 
     @property
     def alike(self) -> object:
         """What asks of one batch have in common; None goes alone."""
-        return None if self.multiplier is not None else (self.k is None,)
+        if self.multiplier is not None:
+            return None
+        return self.k is None, None if self.where is None else msgspec.json.encode(self.where, order="deterministic")
 
 
 class Lane:
@@ -155,6 +160,7 @@ class Batcher:
             [ask.session for ask in batch],
             k=max(ks) if ks else None,
             multiplier=batch[0].multiplier,
+            where=batch[0].where,
         )
         return [
             ranking if ask.k is None or len(ranking) <= ask.k else ranking.take(range(ask.k))

@@ -11,6 +11,7 @@ from cdr_kernel.serve import schema
 from cdr_kernel.serve.errors import not_found
 from cdr_kernel.serve.idempotency import Done, replayed
 from cdr_kernel.serve.service import Answer, Call
+from cdr_kernel.serve.stores import Facts
 
 
 async def add_facts(call: Call) -> Answer:
@@ -39,6 +40,11 @@ async def _put(call: Call, put: Callable[..., Any]) -> Answer:
             importance=[fact.importance for fact in body.facts],
             source=[fact.source for fact in body.facts],
             position=[fact.position for fact in body.facts],
+            attributes={
+                name: [fact.attributes.get(name) for fact in body.facts]
+                for name in dict.fromkeys(name for fact in body.facts for name in fact.attributes)
+            },
+            expires_at=[fact.expires_at for fact in body.facts],
             on_invalid=body.on_invalid,
         )
         return schema.FactsAdded(added.added, list(added.skipped), tenant.facts.facts.version)
@@ -57,16 +63,34 @@ async def remove_facts(call: Call) -> Answer:
     return await once(call, lambda: _written(call, write))
 
 
+async def quarantine_facts(call: Call) -> Answer:
+    """Take facts out of every ranking until they are released."""
+    facts, body = call.tenant.facts, call.body
+    return await once(call, lambda: _written(call, lambda: _changed(facts, facts.quarantine(body.ids, body.reason))))
+
+
+async def release_facts(call: Call) -> Answer:
+    """Let quarantined facts into rankings again."""
+    facts, body = call.tenant.facts, call.body
+    return await once(call, lambda: _written(call, lambda: _changed(facts, facts.release(body.ids))))
+
+
+def _changed(facts: Facts, count: int) -> schema.FactsChanged:
+    return schema.FactsChanged(count, facts.facts.version)
+
+
 async def get_fact(call: Call) -> Answer:
     """A fact as it is stored."""
     facts, id = call.tenant.facts, call.params["fact_id"]
 
     def read() -> schema.FactBody:
         try:
-            fact = facts.get(id)
+            fact = facts.facts.get([id])[0]
         except KeyError:
             raise not_found("fact") from None
-        return schema.FactBody(fact.id, fact.text, fact.source, fact.position, fact.importance, fact.sequence)
+        return schema.FactBody(
+            fact.id, fact.text, fact.source, fact.position, fact.importance, fact.sequence, dict(fact.attributes)
+        )
 
     return Answer(await call.thread(read))
 
@@ -90,6 +114,7 @@ async def stats(call: Call) -> Answer:
     return Answer(
         schema.Stats(
             facts=len(store),
+            quarantined=tenant.facts.quarantined(),
             dim=store.dim,
             dtype=store.dtype.name,
             embedding_model=store.embedding_model,

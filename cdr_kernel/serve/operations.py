@@ -52,6 +52,10 @@ OPERATIONS = (
     Operation("POST", "/v1/facts", facts.add_facts, schema.FactsAdded, schema.AddFacts, keyed=True),
     Operation("PUT", "/v1/facts", facts.upsert_facts, schema.FactsAdded, schema.AddFacts, keyed=True),
     Operation("POST", "/v1/facts/delete", facts.remove_facts, schema.FactsRemoved, schema.FactIds, keyed=True),
+    Operation(
+        "POST", "/v1/facts/quarantine", facts.quarantine_facts, schema.FactsChanged, schema.Quarantine, keyed=True
+    ),
+    Operation("POST", "/v1/facts/release", facts.release_facts, schema.FactsChanged, schema.Release, keyed=True),
     Operation("GET", "/v1/facts/{fact_id}", facts.get_fact, schema.FactBody),
     Operation("DELETE", "/v1/facts/{fact_id}", facts.delete_fact, schema.FactsRemoved, keyed=True),
     Operation("GET", "/v1/stats", facts.stats, schema.Stats),

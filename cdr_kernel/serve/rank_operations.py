@@ -16,7 +16,7 @@ from cdr_kernel.rank import Ranking
 from cdr_kernel.score import cdr_score
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.batching import Ask
-from cdr_kernel.serve.errors import invalid, refuse
+from cdr_kernel.serve.errors import Refusal, invalid, refuse
 from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.session_operations import exit_body
@@ -46,10 +46,13 @@ async def rank_facts(call: Call) -> Answer:
         k=None if by_need else body.k,
         deadline=call.deadline,
         multiplier=body.multiplier,
+        where=body.where,
     )
     try:
         with contextlib.nullcontext() if service.tracing is None else service.tracing.part("rank"):
             ranking = await service.batcher.rank(tenant.lane, ask)
+    except KeyError as error:
+        raise Refusal(422, "invalid", f"where: {error.args[0]}", field="where") from None
     except Exception as error:  # `refuse` raises it again where it is not the request's fault
         refuse(error)
     considered = len(tenant.facts.facts)
@@ -194,7 +197,15 @@ def ranked(envelope: Envelope, session: Session, exit: Exit) -> schema.Ranked:
     return schema.Ranked(
         window=session.window_count + 1,
         facts=[
-            schema.RankedFact(fact.id, fact.text, fact.source, fact.position, fact.sequence, *values)
+            schema.RankedFact(
+                fact.id,
+                fact.text,
+                fact.source,
+                fact.position,
+                fact.sequence,
+                dict(fact.attributes),
+                *values,
+            )
             for fact, *values in numbers
         ],
         tokens=envelope.tokens,

@@ -26,6 +26,7 @@ Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Cosine: TypeAlias = Annotated[float, Meta(ge=-1.0, le=1.0)]
+Value: TypeAlias = str | int | float | bool
 Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 """Importance and the like: so large that nobody needs more, and products of them stay far from infinity."""
 
@@ -38,7 +39,11 @@ class Question(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class NewFact(Question, kw_only=True):
-    """A fact to add. Without an embedding the server's --embed makes one from the text."""
+    """A fact to add. Without an embedding the server's --embed makes one from the text.
+
+    attributes: further columns, of one type each, that rankings may be limited by. expires_at: seconds since 1970 when
+    the fact is taken out, of durable stores alone.
+    """
 
     id: Name
     text: str
@@ -46,6 +51,8 @@ class NewFact(Question, kw_only=True):
     importance: Factor = 1.0
     source: str | None = None
     position: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    attributes: dict[Name, Value] = {}
+    expires_at: float | None = None
 
 
 class AddFacts(Question, kw_only=True):
@@ -61,6 +68,26 @@ class FactIds(Question, kw_only=True):
 
     ids: Annotated[list[Name], Meta(min_length=1)]
     missing: Literal["raise", "ignore"] = "raise"
+
+
+class Quarantine(Question, kw_only=True):
+    """Facts to take out of every ranking until they are released, and why."""
+
+    ids: Annotated[list[Name], Meta(min_length=1)]
+    reason: str | None = None
+
+
+class Release(Question, kw_only=True):
+    """Quarantined facts to let into rankings again, as the newest ones."""
+
+    ids: Annotated[list[Name], Meta(min_length=1)]
+
+
+class FactsChanged(msgspec.Struct):
+    """How many facts were quarantined or released, and the version of the store since."""
+
+    changed: int
+    store_version: int
 
 
 class FactsAdded(msgspec.Struct):
@@ -87,12 +114,14 @@ class FactBody(msgspec.Struct):
     position: int | None
     importance: float
     sequence: int
+    attributes: dict[str, Value]
 
 
 class Stats(msgspec.Struct):
     """The tenant's store and sessions in this process. durable: whether facts outlast it."""
 
     facts: int
+    quarantined: int
     dim: int
     dtype: str
     embedding_model: str
@@ -268,8 +297,9 @@ class ResumeSession(Question, kw_only=True):
 class RankFacts(Question, kw_only=True):
     """Rank for the session's next window. query: a vector; text: instead of one, where the server embeds.
 
-    k: facts to rank. token_budget, max_facts, pack: what of them goes into the envelope (see `pack_facts`). multiplier:
-    a further factor per fact id.
+    k: facts to rank. where: only facts that have these values, or one of several, in "source" or attributes (null: no
+    value), as if the store had no others. token_budget, max_facts, pack: what of them goes into the envelope (see
+    `pack_facts`). multiplier: a further factor per fact id.
     """
 
     embedding_model: Name
@@ -280,6 +310,7 @@ class RankFacts(Question, kw_only=True):
     max_facts: Count | None = None
     pack: Literal["greedy", "need"] | None = None
     multiplier: dict[str, Factor] | None = None
+    where: dict[Name, Value | list[Value | None] | None] | None = None
 
 
 class RankedFact(msgspec.Struct):
@@ -290,6 +321,7 @@ class RankedFact(msgspec.Struct):
     source: str | None
     position: int | None
     sequence: int
+    attributes: dict[str, Value]
     score: float
     score_without_guard: float
     relevance: float

@@ -19,11 +19,12 @@ from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.serve.batching import Batcher, Lane
 from cdr_kernel.serve.errors import invalid, late, refuse
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
+from cdr_kernel.serve.logs import fault
 from cdr_kernel.serve.metrics import Metrics
 from cdr_kernel.serve.redis_sessions import Redis
 from cdr_kernel.serve.sessions import LocalSessions, Sessions
 from cdr_kernel.serve.settings import Settings
-from cdr_kernel.serve.stores import FolderFacts, open_facts
+from cdr_kernel.serve.stores import Facts, open_facts
 from cdr_kernel.serve.tokens import Signer
 from cdr_kernel.serve.tracing import Tracing
 from cdr_kernel.store import EmbeddingModelMismatch
@@ -38,7 +39,7 @@ class Tenant:
     """One tenant: its facts, its sessions, its queue. Nothing of it is shared with another."""
 
     name: str
-    facts: FolderFacts
+    facts: Facts
     retriever: Retriever
     lane: Lane
     sessions: Sessions
@@ -197,6 +198,18 @@ class Service:
             self.watch(found[name])
         self.tenants = found
         self.state = READY
+
+    async def keep_fresh(self) -> None:
+        """Look every now and then for what other processes have changed in durable stores, and for what is past its
+        time; without end."""
+        while True:
+            await asyncio.sleep(self.settings.refresh_s)
+            for tenant in self.tenants.values():
+                if tenant.facts.durable:
+                    try:
+                        await asyncio.get_running_loop().run_in_executor(self.pool, tenant.facts.refresh)
+                    except Exception as error:  # the store as it is still serves; the log says what is wrong with it
+                        fault(error, "refresh")
 
     def watch(self, tenant: Tenant) -> None:
         """Have /metrics read a tenant's sizes when it is asked."""

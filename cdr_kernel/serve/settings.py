@@ -33,7 +33,8 @@ class Settings:
     deadline_s: seconds a request may take unless its CDR-Deadline-Ms says less.
     session_ttl_s: seconds since a session was last used. max_sessions, session_bytes: what sessions of one tenant may
     take in this process; the least recently used ones go first. row_cache_bytes: what rankings keep between windows,
-    of one tenant. threads: that pack, encode and write facts.
+    of one tenant. threads: that pack, encode and write facts. refresh_s: seconds between looks at durable stores for
+    what other processes have changed.
     drain_s: seconds between SIGTERM (not ready) and closing the port. stop_s: seconds that accepted requests then get.
     otel: whether to trace with OpenTelemetry (extra `otel`). access_log: a line of JSON per request.
 
@@ -61,6 +62,7 @@ class Settings:
     session_bytes: int = 512 * MIB
     row_cache_bytes: int = 256 * MIB
     threads: int = 2
+    refresh_s: float = 1.0
     drain_s: float = 1.0
     stop_s: float = 30.0
     otel: bool = False

@@ -1,42 +1,159 @@
-"""The facts of one tenant, whichever kind of store they are in."""
+"""The facts of one tenant, whichever kind of store they are in: a durable one, or a folder that is read."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from cdr_kernel.durable import DurableStore, is_durable
 from cdr_kernel.ngram import HashKey
-from cdr_kernel.store import Added, Fact, FactStore
+from cdr_kernel.serve.errors import invalid
+from cdr_kernel.store import Added, FactStore
+
+
+class Facts(Protocol):
+    """What the operations ask of a store.
+
+    durable: whether facts outlast the process. facts: what is ranked; changed by the methods alone.
+    """
+
+    durable: bool
+
+    @property
+    def facts(self) -> FactStore:
+        """The facts that are ranked."""
+
+    def add(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
+        """See `DurableStore.add`."""
+
+    def upsert(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
+        """See `DurableStore.upsert`."""
+
+    def remove(self, ids: list[str], *, missing: str = "raise") -> int:
+        """See `DurableStore.remove`."""
+
+    def quarantine(self, ids: list[str], reason: str | None = None) -> int:
+        """See `DurableStore.quarantine`."""
+
+    def release(self, ids: list[str]) -> int:
+        """See `DurableStore.release`."""
+
+    def quarantined(self) -> int:
+        """How many facts are."""
+
+    def refresh(self) -> bool:
+        """See what other processes have changed, and take out what is past its time; whether anything changed."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class DurableFacts:
+    """A durable store, which other processes may change too. See `Facts`."""
+
+    durable = True
+
+    def __init__(self, path: Path, hash_key: HashKey | None = None) -> None:
+        self._store = DurableStore.open(path, hash_key=hash_key)
+
+    @property
+    def facts(self) -> FactStore:
+        """See `Facts`."""
+        return self._store.facts
+
+    def add(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
+        """See `Facts`."""
+        return self._store.add(ids, texts, embeddings, **columns)
+
+    def upsert(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
+        """See `Facts`."""
+        return self._store.upsert(ids, texts, embeddings, **columns)
+
+    def remove(self, ids: list[str], *, missing: str = "raise") -> int:
+        """See `Facts`."""
+        return self._store.remove(ids, missing=missing)
+
+    def quarantine(self, ids: list[str], reason: str | None = None) -> int:
+        """See `Facts`."""
+        return self._store.quarantine(ids, reason)
+
+    def release(self, ids: list[str]) -> int:
+        """See `Facts`."""
+        return self._store.release(ids)
+
+    def quarantined(self) -> int:
+        """See `Facts`."""
+        return len(self._store.quarantined())
+
+    def refresh(self) -> bool:
+        """See `Facts`."""
+        return self._store.refresh()
+
+    def close(self) -> None:
+        """See `Facts`."""
+        self._store.close()
 
 
 class FolderFacts:
-    """A store that `FactStore.save` wrote. What is added or removed here lasts as long as the process."""
+    """A store that `FactStore.save` wrote. What is changed here lasts as long as the process. See `Facts`."""
 
     durable = False
 
     def __init__(self, path: Path, hash_key: HashKey | None = None) -> None:
-        self.facts = FactStore.load(path, hash_key=hash_key)
+        self._store = FactStore.load(path, hash_key=hash_key)
 
-    def add(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
-        """See `FactStore.add`."""
-        return self.facts.add(ids, texts, embeddings, **columns)
+    @property
+    def facts(self) -> FactStore:
+        """See `Facts`."""
+        return self._store
 
-    def upsert(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
-        """See `FactStore.upsert`."""
-        return self.facts.upsert(ids, texts, embeddings, **columns)
+    def add(
+        self, ids: list[str], texts: list[str], embeddings: Any, *, expires_at: Any = None, **columns: Any
+    ) -> Added:
+        """See `Facts`."""
+        _for_ever(expires_at)
+        return self._store.add(ids, texts, embeddings, **columns)
+
+    def upsert(
+        self, ids: list[str], texts: list[str], embeddings: Any, *, expires_at: Any = None, **columns: Any
+    ) -> Added:
+        """See `Facts`."""
+        _for_ever(expires_at)
+        return self._store.upsert(ids, texts, embeddings, **columns)
 
     def remove(self, ids: list[str], *, missing: str = "raise") -> int:
-        """See `FactStore.remove`."""
-        return self.facts.remove(ids, missing=missing)
+        """See `Facts`."""
+        return self._store.remove(ids, missing=missing)
 
-    def get(self, id: str) -> Fact:
-        """See `FactStore.get`."""
-        return self.facts.get([id])[0]
+    def quarantine(self, ids: list[str], reason: str | None = None) -> int:
+        """Raises `Refusal`: it would not last."""
+        raise _needs_durable("ids")
+
+    def release(self, ids: list[str]) -> int:
+        """Raises `Refusal`."""
+        raise _needs_durable("ids")
+
+    def quarantined(self) -> int:
+        """None is."""
+        return 0
+
+    def refresh(self) -> bool:
+        """Nobody else changes it."""
+        return False
 
     def close(self) -> None:
         """Nothing to do."""
 
 
-def open_facts(path: Path, hash_key: HashKey | None = None) -> FolderFacts:
-    """The store in a folder. Raises what `FactStore.load` raises."""
-    return FolderFacts(path, hash_key)
+def _for_ever(expires_at: Any) -> None:
+    if any(moment is not None for moment in expires_at or ()):
+        raise _needs_durable("facts.expires_at")
+
+
+def _needs_durable(field: str) -> Exception:
+    return invalid(field, "a durable store (`cdr store create`)", "one that is read from a folder", code="not_durable")
+
+
+def open_facts(path: Path, hash_key: HashKey | None = None) -> Facts:
+    """The store in a folder. Raises what `DurableStore.open` or `FactStore.load` raises."""
+    return DurableFacts(path, hash_key) if is_durable(path) else FolderFacts(path, hash_key)

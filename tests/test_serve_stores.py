@@ -1,0 +1,119 @@
+"""Facts behind the server: durable ones outlast it and are shared, filters limit rankings, quarantine holds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from serving import MODEL, b64, created, error_of, make_store, query, rank, same_session, serving
+
+from cdr_kernel import Retriever, cdr_rank
+
+pytest.importorskip("lance", reason="needs the store extra")
+pytest.importorskip("safetensors", reason="needs the store extra")
+
+from cdr_kernel.durable import DurableStore
+
+
+@pytest.fixture
+def folder(tmp_path):
+    DurableStore.from_facts(make_store(), tmp_path / "d").close()
+    return tmp_path / "d"
+
+
+def facts(*ids, **more):
+    return {
+        "embedding_model": MODEL,
+        "facts": [{"id": id, "text": f"text of {id}", "embedding": b64(query()), **more} for id in ids],
+    }
+
+
+def until(true, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_acknowledged_facts_outlast_the_process(folder):
+    with serving(folder) as client:
+        assert client.get("/v1/stats").json()["durable"] is True
+        assert client.post("/v1/facts", json=facts("new", attributes={"lang": "en"})).json()["added"] == 1
+        assert client.delete("/v1/facts/f0").json()["removed"] == 1
+    with serving(folder) as client:
+        assert client.get("/v1/stats").json()["facts"] == 60
+        told = client.get("/v1/facts/new").json()
+        assert (told["text"], told["attributes"]) == ("text of new", {"lang": "en"})
+        assert client.get("/v1/facts/f0").status_code == 404
+        sid = created(client)
+        assert client.post(f"/v1/sessions/{sid}/rank", json=rank(k=1)).json()["facts"][0]["id"] == "new"
+
+
+def test_what_another_process_commits_shows(folder):
+    with serving(folder, refresh_s=0.05) as client, DurableStore.open(folder) as other:
+        other.add(["theirs"], ["text"], query()[None])
+        until(lambda: client.get("/v1/facts/theirs").status_code == 200)
+        client.put("/v1/facts", json=facts("ours"))
+        assert other.refresh()
+        assert "ours" in other
+
+
+def test_quarantined_facts_are_in_no_ranking(folder):
+    with serving(folder) as client:
+        sid = created(client)
+        first = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=1)).json()["facts"][0]["id"]
+        held = client.post("/v1/facts/quarantine", json={"ids": [first], "reason": "wrong"})
+        assert held.json()["changed"] == 1
+        assert client.post(f"/v1/sessions/{sid}/rank", json=rank(k=1)).json()["facts"][0]["id"] != first
+        assert client.get("/v1/stats").json()["quarantined"] == 1
+        assert client.post("/v1/facts/release", json={"ids": ["f59x"]}).status_code == 404
+        assert client.post("/v1/facts/release", json={"ids": [first]}).json()["changed"] == 1
+        assert client.post(f"/v1/sessions/{sid}/rank", json=rank(k=1)).json()["facts"][0]["id"] == first
+
+
+def test_facts_expire(folder):
+    with serving(folder, refresh_s=0.05) as client:
+        client.post("/v1/facts", json=facts("brief", expires_at=time.time() + 0.3))
+        client.post("/v1/facts", json=facts("long", expires_at=time.time() + 3600))
+        until(lambda: client.get("/v1/facts/brief").status_code == 404)
+        assert client.get("/v1/facts/long").status_code == 200
+
+
+def test_a_folder_that_is_read_has_no_quarantine(tmp_path):
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s") as client:
+        assert client.get("/v1/stats").json()["durable"] is False
+        for path, body in (
+            ("/v1/facts/quarantine", {"ids": ["f1"]}),
+            ("/v1/facts/release", {"ids": ["f1"]}),
+            ("/v1/facts", facts("x", expires_at=2e9)),
+        ):
+            refused = client.post(path, json=body)
+            assert refused.status_code == 422
+            assert error_of(refused)["code"] == "not_durable"
+        assert client.get("/v1/stats").json()["facts"] == 60
+
+
+@pytest.mark.parametrize("where", [{"source": "doc1"}, {"source": ["doc0", "doc2"]}, {"lang": "en"}, {"lang": None}])
+def test_filters_limit_rankings_as_in_the_library(tmp_path, where):
+    store = make_store()
+    store.add(["en1", "en2"], ["a", "b"], [query(), query(2)], attributes={"lang": ["en", "en"]})
+    store.save(tmp_path / "s")
+    expected = cdr_rank(query(), Retriever(store), same_session(), k=5, where=where)
+    with serving(tmp_path / "s") as client:
+        sid = created(client)
+        told = client.post(f"/v1/sessions/{sid}/rank", json=rank(where=where)).json()
+        assert [fact["id"] for fact in told["facts"]] == expected.ids
+        assert [fact["score"] for fact in told["facts"]] == expected.score.tolist()
+        assert told["qualified"] == expected.qualified
+        assert told["facts"][0]["attributes"] == dict(expected.facts[0].attributes)
+
+
+def test_filters_that_are_none(tmp_path):
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s") as client:
+        sid = created(client)
+        for where, field in (({"colour": "red"}, "where"), ({"source": 3}, None), ({"source": {"a": 1}}, None)):
+            refused = client.post(f"/v1/sessions/{sid}/rank", json=rank(where=where))
+            assert refused.status_code == 422, where
+            assert field is None or error_of(refused)["field"] == field
