@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import TracebackType
@@ -19,14 +19,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from cdr_kernel.adapters import crprotocol_6
-from cdr_kernel.adapters.facts import FactArray, pack_rows
-from cdr_kernel.arrays import Blocks, Float64, as_vector, factor, safe_blocks
+from cdr_kernel.adapters import crprotocol_6, crprotocol_spec
+from cdr_kernel.adapters.facts import FactArray
 from cdr_kernel.checks import check_number
-from cdr_kernel.columns import Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, EXHAUSTION_RATIO
-from cdr_kernel.score import Scores, best_first
-from cdr_kernel.score import cdr_score as kernel_scores
+from cdr_kernel.score import Scores
 from cdr_kernel.store import EmbeddingModelMismatch
 
 __all__ = [
@@ -197,7 +194,7 @@ class CoverageSet:
             residual = [item for item in self._residual if (item.sub_query_id or item.text) not in done]
         else:
             residual = self._remaining(all_sub_queries, done)
-        _check_vectors(entries, residual)
+        crprotocol_spec.check_vectors(entries, residual)
         self._entries, self._residual, self._addressed = entries, residual, done
         self.embedding_model_id = self.embedding_model_id or embedding_model_id
 
@@ -205,7 +202,7 @@ class CoverageSet:
         """Replace what remains, by ResidualItem objects."""
         residual = list(residual_items)
         if self.semantics == SPEC:
-            _check_vectors(self._entries, residual)
+            crprotocol_spec.check_vectors(self._entries, residual)
         self._residual = residual
 
     def entry_count(self) -> int:
@@ -240,8 +237,7 @@ class CoverageSet:
         ]
 
     def _scores(self, vector: Any) -> Scores:
-        query = as_vector(vector, None, "fact_embedding")
-        return kernel_scores(query[None], _spec_columns(query, self._entries, self._residual, -np.inf), impl="cpp")
+        return crprotocol_spec.scores_of(vector, self._entries, self._residual)
 
 
 def cdr_score(
@@ -472,7 +468,7 @@ def _rank(
     importance = [1.0] * len(held) if importance_fn is None else [importance_fn(fact) for fact in held]
     parts = _parts(coverage_set)
     if _semantics(coverage_set, semantics) == SPEC:
-        ranked = _spec_rank(held, query, coverage_set, parts, importance, min_relevance)
+        ranked = crprotocol_spec.rank(held, query, coverage_set, parts, importance, min_relevance)
         mean = crprotocol_6.mean_novelty(ranked.novelty)
         best = zip(ranked.cdr_score[:BEST], ranked.relevance[:BEST], strict=True)
         ratios = [score / relevance for score, relevance in best if relevance > 0.0]  # reading R27
@@ -509,101 +505,15 @@ def _score(
     held = FactArray([fact])
     parts = _parts(coverage_set)
     if _semantics(coverage_set, semantics) == SPEC:
-        ranked = _spec_rank(held, query, coverage_set, parts, [importance], min_relevance)
+        ranked = crprotocol_spec.rank(held, query, coverage_set, parts, [importance], min_relevance)
         if ranked.positions:
             return scored_fact(fact, *(values[0] for values in ranked[1:]))
         relevance = 0.0
         if len(held.rows):
-            below = _spec_rank(held, query, CoverageSet(), ([], []), [importance], -np.inf)
+            below = crprotocol_spec.rank(held, query, CoverageSet(), ([], []), [importance], -np.inf)
             relevance = below.relevance[0]
         return scored_fact(fact, relevance, excluded=True)
     if parts is None:
         methods = coverage_set.novelty, coverage_set.residual_pull
         return scored_fact(fact, *crprotocol_6.score(held.vector(0), query, *methods, importance, min_relevance))
     return scored_fact(fact, *crprotocol_6.Task(held, query, *parts, [importance], min_relevance).plain(0))
-
-
-def _spec_rank(
-    held: FactArray,
-    query: Any,
-    coverage_set: Any,
-    parts: tuple[list[Any], list[Any]] | None,
-    importance: list[Any],
-    min_relevance: Any,
-) -> crprotocol_6.Ranked:
-    """The facts by CRP-SPEC-024. parts None: novelty and residual pull are what coverage_set's methods say."""
-    vector = as_vector(query, None, "query_embedding")
-    columns = _spec_columns(vector, *(parts or ([], [])), min_relevance)
-    weights = factor(importance, len(held), "importance")
-    blocks, squared_norms = _spec_rows(held, len(vector))
-    if not len(blocks[0]):
-        return crprotocol_6.Ranked([], [], [], [], [], [])
-    found = kernel_scores(
-        blocks,
-        columns,
-        squared_norms=squared_norms,
-        importance=None if weights is None else weights[held.rows],
-        impl="cpp",
-    )
-    if parts is not None:
-        found = found.take(best_first(found.score, found.rows))
-    positions = held.rows[found.rows].tolist()
-    relevance, given = found.relevance.tolist(), [importance[i] for i in positions]
-    if parts is not None:
-        return crprotocol_6.Ranked(
-            positions, relevance, found.novelty.tolist(), found.residual_pull.tolist(), given, found.score.tolist()
-        )
-    vectors = [held.vector(i) for i in positions]
-    fresh = [coverage_set.novelty(v) for v in vectors]
-    pull = [coverage_set.residual_pull(v) for v in vectors]
-    scores = [w * max(r, p) * n for w, r, p, n in zip(given, relevance, pull, fresh, strict=True)]
-    return crprotocol_6.Ranked(positions, relevance, fresh, pull, given, scores).best_first()
-
-
-def _spec_rows(held: FactArray, dim: int) -> tuple[Blocks, Float64]:
-    """The facts' rows and squared norms, all of dimension dim, finite and not zero; ValueError names the first that is
-    not."""
-    for position, vector in held.odd.items():
-        if vector is not None:
-            raise ValueError(
-                f"facts[{position}]: expected an embedding of {dim} numbers, got {len(vector)} of something"
-            )
-    if len(held.rows) and held.dim != dim:
-        raise ValueError(f"facts[{held.rows[0]}]: expected dimension {dim} (that of the query), got {held.dim}")
-    bad = np.flatnonzero((held.flags == 1) | (held.flags == 2))
-    if len(bad):
-        what = "not finite" if held.flags[bad[0]] == 1 else "all zeros"
-        raise ValueError(f"facts[{held.rows[bad[0]]}]: the embedding is {what}")
-    if held.flags.any():
-        return safe_blocks((held.matrix,))
-    return (held.matrix,), held.squared_norms
-
-
-def _spec_columns(query: Float64, entries: Sequence[Any], residual: Sequence[Any], min_relevance: Any) -> Columns:
-    return Columns.spec(
-        query,
-        coverage=_vectors(entries, len(query), "coverage entry"),
-        depth_weights=[entry.depth_weight for entry in entries],
-        residual=_vectors(residual, len(query), "residual item"),
-        min_relevance=min_relevance,
-    )
-
-
-def _vectors(items: Sequence[Any], dim: int, name: str) -> Float64:
-    """The embeddings of entries or residual items, float64 [n, dim]; ValueError names the first of another dimension
-    or of something else than numbers."""
-    for i, item in enumerate(items):
-        if len(item.embedding) != dim:
-            raise ValueError(f"{name} {i} ({item.text!r}): expected dimension {dim}, got {len(item.embedding)}")
-    rows, numeric = pack_rows([item.embedding for item in items], dim)
-    if not numeric.all():
-        i = int(np.argmin(numeric))
-        raise ValueError(f"{name} {i} ({items[i].text!r}): expected {dim} numbers")
-    return rows
-
-
-def _check_vectors(entries: Sequence[Any], residual: Sequence[Any]) -> None:
-    """ValueError unless all embeddings have one dimension, are finite and not zero."""
-    first = next(iter([*entries, *residual]), None)
-    if first is not None:
-        _spec_columns(np.ones(len(first.embedding)), entries, residual, 0.0)

@@ -28,7 +28,7 @@ BEST = 10
 
 
 def cosine(a: Any, b: Any) -> Any:
-    """Plain float arithmetic from left to right; 0 for None, an empty vector or two dimensions."""
+    """Python floats and its sum(); 0 for None, an empty vector or two dimensions."""
     if not a or not b or len(a) != len(b):
         return 0.0
     norms = (math.sqrt(sum(x * x for x in a)) or TINY) * (math.sqrt(sum(y * y for y in b)) or TINY)
@@ -41,7 +41,12 @@ def coverage_score(vector: Any, entries: Sequence[Any]) -> Any:
         return 0.0
     vector = as_floats(vector)
     total = sum(entry.depth_weight for entry in entries) or TINY
-    return sum(entry.depth_weight * cosine(vector, as_floats(entry.embedding)) for entry in entries) / total
+    weighted = 0.0
+    for (
+        entry
+    ) in entries:  # not sum(), which rounds otherwise from Python 3.12 on; crprotocol uses it elsewhere, not here
+        weighted += entry.depth_weight * cosine(vector, as_floats(entry.embedding))
+    return weighted / total
 
 
 def residual_pull(vector: Any, residual: Sequence[Any]) -> Any:
