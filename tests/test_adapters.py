@@ -1,22 +1,61 @@
-"""docs/adapters.md runs as it stands: every Python block in a scope of its own, where what it imports is installed."""
+"""docs/adapters.md runs as it stands; an adapter without its framework names the extra; the versions are those tested.
+
+Every Python block has a scope of its own, and is skipped where what it imports is not installed.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs" / "adapters.md"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "adapters.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.M | re.S)
-NEEDS = ("crp",)
+NEEDS = ("crp", "langchain_core", "llama_index", "haystack", "lancedb")
+EXTRAS = {
+    "langchain": ("langchain_core", "langchain", "langchain-core"),
+    "llamaindex": ("llama_index", "llama-index", "llama-index-core"),
+    "haystack": ("haystack", "haystack", "haystack-ai"),
+    "lancedb": ("lancedb", "lancedb", "lancedb"),
+}
+"""By module: the package it imports, its extra, its distribution."""
+ADAPTER = {package: module for module, (package, _, _) in EXTRAS.items()}
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_the_python_blocks_run(block, tmp_path, monkeypatch):
     for name in NEEDS:
-        if re.search(rf"\b(?:import|from) {name}\b", block) and find_spec(name) is None:
+        if (
+            re.search(rf"^ *(?:import|from) (?:{name}|cdr_kernel\.adapters\.{ADAPTER.get(name, name)})\b", block, re.M)
+            and find_spec(name) is None
+        ):
             pytest.skip(f"needs {name}")
     monkeypatch.chdir(tmp_path)
     exec(compile(block, str(DOCS), "exec"), {"__name__": "docs"})
+
+
+@pytest.mark.parametrize("module", EXTRAS)
+def test_without_its_framework_an_adapter_names_the_extra(module):
+    package, extra, _ = EXTRAS[module]
+    script = f"import sys; sys.modules[{package!r}] = None; import cdr_kernel.adapters.{module}"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert f'pip install "cdr-kernel[{extra}]"' in run.stderr.splitlines()[-1]
+
+
+def test_the_readme_and_the_pins_name_the_same_versions():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    table = dict(re.findall(r"^\| .* \| `([a-z-]+)` ([0-9.]+) \|", (ROOT / "README.md").read_text(), re.M))
+    distributions = {"crprotocol", *(name for _, _, name in EXTRAS.values())}
+    assert table.keys() == distributions
+    assert table == {name: pins[name] for name in distributions}
+    for name in distributions:
+        try:
+            assert version(name) == table[name]
+        except PackageNotFoundError:
+            continue
