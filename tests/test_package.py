@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,9 @@ def test_the_stub_names_what_the_module_has():
     stub = (PACKAGE / "_C.pyi").read_text()
     named = set(re.findall(r"^(?:def|class) (\w+)", stub, re.M))
     assert named == {n for n in vars(_C) if not n.startswith("_")}
+
+
+def test_wheels_are_built_for_every_python_that_is_named():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    named = [line.split()[-1] for line in project["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert project["tool"]["cibuildwheel"]["build"] == [f"cp{version.replace('.', '')}-*" for version in named]
