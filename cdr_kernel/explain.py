@@ -9,34 +9,25 @@ Nothing is estimated: every change that is named was tried, on the scores that a
 from __future__ import annotations
 
 import contextlib
-import math
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from cdr_kernel import _C, frame
+from cdr_kernel import frame
 from cdr_kernel.arrays import as_vector
-from cdr_kernel.columns import COVERAGE, Columns
+from cdr_kernel.columns import Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.evidence import Asked, ask
-from cdr_kernel.pack import count_tokens_default, pack_facts, turns
-from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
+from cdr_kernel.pack import count_tokens_default
+from cdr_kernel.rank import Multiplier
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.score import Scores, best_first, cdr_score
 from cdr_kernel.session import Session
-from cdr_kernel.store import Fact, StoreView
-from cdr_kernel.task import CoverageEntry, SessionState, SubQuery
+from cdr_kernel.store import Fact
+from cdr_kernel.task import CoverageEntry, SubQuery
+from cdr_kernel.whatif import UNLIMITED, Change, Gate, Pull, Push, Question, Room, StoreChanged, WhatIf
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-UNLIMITED = 2**62
-"""Tokens; no ranking comes near."""
-_MOST_PENALISED = math.ceil(NGRAM_PENALTY_CAP / NGRAM_PENALTY_STEP)
-_LARGEST = 2.0**100
 _ATTEMPTS = 16
 
 STATUSES = {
@@ -47,80 +38,6 @@ STATUSES = {
     "packed before": "passes the gate, but an earlier window packed it and this session packs a fact once",
     "not found": "passes the gate, but the approximate index missed it",
 }
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What a candidate must reach: one of these values its gate. name: "query", or a sub-query's id."""
-
-    name: str
-    value: float
-    gate: float
-
-    @property
-    def passed(self) -> bool:
-        """As far as float64 shows it; at the very edge the ranking decides exactly."""
-        return self.value >= self.gate
-
-
-@dataclass(frozen=True)
-class Pull:
-    """What a sub-query does for the fact. value: its cosine (mode "calibrated": deviations, with words and
-    direction). weight: 1, 0 for one that does not pull (calibrated: its need). pulled: its weight x value is the
-    residual pull, and that is above the relevance (calibrated: nothing else makes the score)."""
-
-    sub_query_id: str
-    label: str
-    value: float
-    weight: float
-    pulled: bool
-
-
-@dataclass(frozen=True)
-class Push:
-    """What one coverage entry does against the fact. share: depth_weight x cosine / the sum of depths; the shares add
-    up to the coverage (calibrated: to half of it, less the mean cosine to all sub-queries)."""
-
-    sub_query_id: str
-    label: str
-    window_number: int
-    depth_weight: float
-    cosine: float
-    share: float
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change after which the fact is in the envelope, everything else as it is.
-
-    bound: "at least" or "at most" `needed`, or "" for exactly that. name, with what `now` and `needed` are:
-    importance, multiplier, max_facts, token_budget (enough; less may be) and tokens of the text: numbers.
-    ngram_overlap: blacklisted n-grams in the text. novelty, relevance (the larger of relevance and pull): numbers that
-    the fact's vector makes; as far as float64 shows it. packed: whether it was packed before. guard: whether there is
-    one. covered: the label of a sub-query, as if no window had addressed it, so that it remains and pulls.
-    """
-
-    name: str
-    bound: str
-    now: Any
-    needed: Any
-
-    @property
-    def text(self) -> str:
-        """In words. Numbers are rounded to the side on which they still do."""
-        if self.name == "covered":
-            return f"“{self.needed}” not covered"
-        if self.name == "packed":
-            return "the fact not packed before"
-        if self.name == "guard":
-            return "no n-gram guard"
-        now = f"{self.now:.4g}" if isinstance(self.now, float) else str(self.now)
-        needed = str(self.needed)
-        if isinstance(self.needed, float):
-            step = 10.0 ** (math.floor(math.log10(abs(self.needed))) - 4) if self.needed else 1.0
-            rounded = (math.ceil if self.bound == "at least" else math.floor)(self.needed / step) * step
-            needed = f"{rounded:.5g}"
-        return f"{self.name.replace('_', ' ')} {self.bound} {needed} (now {now})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -199,15 +116,16 @@ class Explanation:
             ("relevance", self.relevance, "cosine to the query" if self.mode == "spec" else "deviations, query"),
             ("residual pull", self.residual_pull, self._pulled()),
             ("novelty", self.novelty, f"1 - min(coverage {self.coverage:.4f}, 0.80), 0.20 at least"),
-            ("1 - n-gram penalty", penalty, f"{self.ngram_overlap} blacklisted 6-grams"),
+            ("1 - n-gram penalty", penalty, f"{self.ngram_overlap} blacklisted n-grams"),
             ("score", self.score, "the product; of relevance and pull the larger"),
         ]
         yield frame.Table("Factors", ("factor", "value", ""), rows)
-        yield frame.Table(
-            "Pulls: sub-queries",
-            ("sub-query", "value", "weight", ""),
-            [(p.label, p.value, p.weight, "pulled" if p.pulled else "") for p in self.pulls],
-        )
+        if self.pulls:
+            yield frame.Table(
+                "Pulls: sub-queries",
+                ("sub-query", "value", "weight", ""),
+                [(p.label, p.value, p.weight, "pulled" if p.pulled else "") for p in self.pulls],
+            )
         if self.pushes:
             yield frame.Table(
                 "Pushes: what is covered" if self.coverage else "Covered so far: takes no part here",
@@ -272,11 +190,11 @@ def explain(
     """
     if not isinstance(fact_id, str):
         raise TypeError(f"fact_id: expected a str, got {type(fact_id).__name__}")
-    room = _Room(UNLIMITED if token_budget is None else token_budget, max_facts, count_tokens, pack)
+    room = Room(UNLIMITED if token_budget is None else token_budget, max_facts, count_tokens, pack)
     for _ in range(_ATTEMPTS):
         view, state = retriever.store.view(), session.state
-        question = _Question(query, retriever, session.supposing(state), state, view, fact_id, multiplier)
-        with contextlib.suppress(_StoreChanged):
+        question = Question(query, retriever, session.supposing(state), state, view, fact_id, multiplier)
+        with contextlib.suppress(StoreChanged):
             return _explained(question, room)
     raise RuntimeError("the store keeps changing: a ranking and its explanation need one version")
 
@@ -316,14 +234,15 @@ def explain_vectors(
     ]
     residual_set = tuple(subs["residual"]) if entries else session.residual
     state = replace(session.state, coverage=tuple(entries), residual=residual_set)
-    return explain(query, retriever, session.supposing(state), fact_id, max_facts=max_facts)
+    why = explain(query, retriever, session.supposing(state), fact_id, max_facts=max_facts)
+    return why if subs["coverage"] or subs["residual"] else replace(why, pulls=())
 
 
 def _named(name: str, vector: Any) -> SubQuery:
     return SubQuery(name, name, name, vector)
 
 
-def _explained(question: _Question, room: _Room) -> Explanation:
+def _explained(question: Question, room: Room) -> Explanation:
     fact_id, state, session = question.fact_id, question.state, question.session
     status, lowered = "", None
     ranking = question.ranking()
@@ -336,7 +255,7 @@ def _explained(question: _Question, room: _Room) -> Explanation:
             status = "below the gate"
             question = replace(question, session=session.supposing(state, lowered))
             ranking = question.ranking()
-    what_if = _WhatIf(question, ranking, room)
+    what_if = WhatIf(question, ranking, room)
     envelope = room.packed(ranking)
     place = envelope.ids.index(fact_id) + 1 if fact_id in envelope.ids else None
     if not status:
@@ -370,337 +289,3 @@ def _explained(question: _Question, room: _Room) -> Explanation:
         changes=() if place is not None else tuple(what_if.changes()),
         last=(envelope.facts[-1], float(envelope.score[-1])) if len(envelope) and in_order else None,
     )
-
-
-class _StoreChanged(Exception):
-    """Between two rankings of one explanation."""
-
-
-@dataclass(frozen=True)
-class _Room:
-    """What `pack_facts` packs into."""
-
-    tokens: int
-    max_facts: int | None
-    count_tokens: Callable[[str], int]
-    pack: str | None
-
-    def packed(self, ranking: Ranking) -> Ranking:
-        """Who is packed, in the order of packing."""
-        return pack_facts(
-            ranking, self.tokens, count_tokens=self.count_tokens, max_facts=self.max_facts, pack=self.pack
-        ).ranking
-
-    def turns(self, ranking: Ranking) -> Iterator[tuple[int, int, int]]:
-        """Whose turn it is, as a position, and the tokens and facts packed before; what `pack_facts` goes through."""
-        order = turns(ranking, self.pack)
-        used = packed = 0
-        for _ in range(len(ranking)):
-            if packed == self.max_facts:
-                return
-            position = order.next()
-            yield position, used, packed
-            tokens = int(self.count_tokens(ranking.facts[position].text))
-            if used + tokens <= self.tokens:
-                used, packed = used + tokens, packed + 1
-                order.got()
-
-
-@dataclass(frozen=True)
-class _Question:
-    """One fact, and what a session asks of a version of the store."""
-
-    query: Any
-    retriever: Retriever
-    session: Session
-    state: SessionState
-    view: StoreView
-    fact_id: str
-    multiplier: Multiplier | None
-
-    def _with(self, **parts: Any) -> _Question:
-        state = replace(self.state, **parts)
-        return replace(self, session=self.session.supposing(state), state=state)
-
-    def row(self) -> int:
-        try:
-            return self.view.row_of(self.fact_id)
-        except KeyError:
-            raise KeyError(f"fact_id: {self.fact_id!r} is not in the store") from None
-
-    def ranking(self) -> Ranking:
-        self.row()
-        made = cdr_rank(self.query, self.retriever, self.session, multiplier=self.multiplier)
-        if made.store_version != self.view.version:
-            raise _StoreChanged
-        return made
-
-    def asked(self) -> Asked:
-        return ask(self.query, self.retriever, self.session, self.state, self.view)
-
-    def unpacked(self) -> _Question:
-        return self._with(packed={id: n for id, n in self.state.packed.items() if id != self.fact_id})
-
-    def unguarded(self) -> _Question:
-        return self._with(guard=None)
-
-    def uncovered(self) -> Iterator[tuple[str, _Question]]:
-        """For each covered sub-query its label and the question if it had not been addressed."""
-        for item in self.session.sub_queries:
-            left = tuple(entry for entry in self.state.coverage if entry.sub_query_id != item.id)
-            if len(left) < len(self.state.coverage):
-                addressed = {entry.sub_query_id for entry in left}
-                residual = tuple(s for s in self.session.sub_queries if s.id not in addressed)
-                yield item.label, self._with(coverage=left, residual=residual)
-
-    def lower_gate(self) -> float | None:
-        """The largest gate that lets the fact pass, decided as the retriever decides; None where today's does."""
-        asked, view = self.asked(), self.view
-        row = np.array([self.row()], np.int64)
-
-        def passes(gate: float) -> bool:
-            tried = replace(asked.columns, gate=np.where(asked.columns.gate < np.inf, gate, np.inf))
-            return bool(len(_C.gate_rows(view.blocks, view.squared_norms, tried.compiled, row)))
-
-        if passes(float(asked.columns.gate.min())):
-            return None
-        best = max(gate.value for gate in self.gates(asked))
-        while not passes(best):
-            best = math.nextafter(best, -math.inf)
-        while passes(math.nextafter(best, math.inf)):
-            best = math.nextafter(best, math.inf)
-        return best
-
-    def values(self, columns: Columns) -> Any:
-        """The row's column values without the coverage column: query, then residual."""
-        row = np.array([self.row()], np.int64)
-        return _C.column_values(self.view.blocks, self.view.squared_norms, columns.compiled, row)[0]
-
-    def gates(self, asked: Asked) -> tuple[Gate, ...]:
-        ids = [item.id for item in self.session.sub_queries]
-        names = ["query", *[""] * len(ids), *ids]
-        gate = np.delete(asked.columns.gate, COVERAGE)
-        values = self.values(asked.columns)
-        at = np.flatnonzero(gate < np.inf).tolist()
-        return tuple(Gate(names[i], float(values[i]), float(gate[i])) for i in at)
-
-    def pulls(self, asked: Asked) -> tuple[Pull, ...]:
-        subs = self.session.sub_queries
-        if self.session.calibrated is not None:
-            values = self.values(asked.columns)[asked.scored.start - 1 : asked.scored.stop - 1]
-            weights, relevance = asked.columns.weight[asked.scored], -math.inf
-        else:
-            every = Columns.spec(self.query, residual=self.session.embeddings, first_window_pull=True)
-            relevance, *values = self.values(every)
-            pulling = {item.id for item in self.state.residual} if len(asked.columns.residual) else set()
-            weights = np.array([float(item.id in pulling) for item in subs])
-        strength = [w * v if w else -math.inf for w, v in zip(weights, values, strict=True)]
-        best = max(range(len(subs)), key=strength.__getitem__)
-        order = sorted(range(len(subs)), key=lambda j: (-strength[j], -values[j], j))
-        return tuple(
-            Pull(
-                subs[j].id,
-                subs[j].label,
-                float(values[j]),
-                float(weights[j]),
-                j == best and bool(strength[j] > relevance),
-            )
-            for j in order
-        )
-
-    def pushes(self) -> tuple[Push, ...]:
-        entries = self.state.coverage
-        if not entries:
-            return ()
-        every = Columns.spec(self.query, residual=[entry.embedding for entry in entries], first_window_pull=True)
-        cosines = self.values(every)[1:]
-        total = math.fsum(entry.depth_weight for entry in entries)
-        labels = {item.id: item.label for item in self.session.sub_queries}
-        made = [
-            Push(
-                entry.sub_query_id,
-                labels[entry.sub_query_id],
-                entry.window_number,
-                entry.depth_weight,
-                float(cosine),
-                entry.depth_weight * float(cosine) / total if total else 0.0,
-            )
-            for entry, cosine in zip(entries, cosines, strict=True)
-        ]
-        return tuple(sorted(made, key=lambda push: -push.share))
-
-    def passages(self, text: str) -> tuple[str, ...]:
-        """The blacklisted n-grams, those that overlap or touch in one passage."""
-        guard = self.state.guard
-        passages: list[list[str]] = []
-        end = -1
-        for start, gram in [] if guard is None else guard.matches(text):
-            if start <= end:
-                passages[-1] += gram[len(gram) - (start + len(gram) - end) :]
-            else:
-                passages.append(list(gram))
-            end = start + len(gram)
-        return tuple(" ".join(tokens) for tokens in passages)
-
-
-class _WhatIf:
-    """The ranking with one number of the fact changed, cut down to the facts that decide whether it is packed."""
-
-    def __init__(self, question: _Question, ranking: Ranking, room: _Room) -> None:
-        self.question, self.room, self.ranking = question, room, ranking
-        self.asked = question.asked()
-        view, id = question.view, question.fact_id
-        self._row = np.array([question.row()], np.int64)
-        (self.fact,) = view.facts(self._row)
-        self.at = ranking.ids.index(id) if id in ranking.ids else None
-        parts = question.session.calibrated
-        packed = id in question.state.packed
-        self.penalty = 1.0 - parts.packed_penalty if parts is not None and packed else 1.0
-        self.importance = self.fact.importance
-        factors = multipliers(question.multiplier, view)
-        self.multiplier = 1.0 if factors is None else float(factors[self._row[0]])
-        guard = question.state.guard
-        self.overlap = 0 if guard is None else int(guard.overlap_rows(view.tokens, self._row)[0])
-        self._tokens = int(room.count_tokens(self.fact.text))
-        self._deciders = self._deciding()
-
-    def _deciding(self) -> Ranking:
-        """The other facts whose turn comes while this one could still be packed, in the ranking's order, then this one.
-
-        Among them packing goes as among all, up to where this one cannot be packed any more.
-        """
-        others = self.ranking.take([i for i in range(len(self.ranking)) if i != self.at])
-        tried = []
-        for position, used, _ in self.room.turns(others):
-            if used + self._tokens > self.room.tokens:
-                break
-            tried.append(position)
-        others = others.take(sorted(tried))
-        padded: dict[str, Any] = {
-            name: np.concatenate([value, np.zeros((1, *value.shape[1:]), value.dtype)])
-            for name, value in vars(others).items()
-            if isinstance(value, np.ndarray)
-        }
-        return replace(others, facts=(*others.facts, self.fact), **padded)
-
-    def crowded_out(self) -> bool:
-        """Whether it is tokens that keep the fact out, where it stands."""
-        return self.question.fact_id in replace(self.room, tokens=UNLIMITED).packed(self.ranking).ids
-
-    def scores(self, importance: float, multiplier: float, overlap: int) -> Scores:
-        """What the exact routine makes of the fact, which passes the gate."""
-        return cdr_score(
-            self.question.view.blocks,
-            self.asked.columns,
-            rows=self._row,
-            squared_norms=self.question.view.squared_norms,
-            importance=np.array([importance]),
-            multiplier=np.array([self.penalty * multiplier]),
-            ngram_overlap=np.array([overlap], np.int32),
-        )
-
-    def now(self) -> Scores:
-        """The fact's numbers as they are."""
-        return self.scores(self.importance, self.multiplier, self.overlap)
-
-    def enters(
-        self, importance: float | None = None, multiplier: float | None = None, overlap: int | None = None
-    ) -> bool:
-        """Whether the fact is packed with these numbers in place of its own."""
-        importance = self.importance if importance is None else importance
-        multiplier = self.multiplier if multiplier is None else multiplier
-        overlap = self.overlap if overlap is None else overlap
-        made = self.scores(importance, multiplier, overlap)
-        tried = self._deciders
-        score, by_sub_query = tried.score.copy(), tried.by_sub_query
-        score[-1] = made.score[0]
-        if by_sub_query is not None:  # as `cdr_rank` makes them
-            scored = self.asked.scored
-            x = self.question.values(self.asked.columns)[scored.start - 1 : scored.stop - 1]
-            penalty = min(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP)
-            strength = importance * (self.penalty * multiplier) * made.novelty[0] * (1.0 - penalty)
-            by_sub_query = by_sub_query.copy()
-            by_sub_query[-1] = np.where(x > 0.0, x * strength, x)
-        sequence = np.array([fact.sequence for fact in tried.facts])
-        ranking = replace(tried, score=score, by_sub_query=by_sub_query).take(best_first(score, sequence))
-        return self.question.fact_id in self.room.packed(ranking).ids
-
-    def changes(self) -> Iterator[Change]:
-        """Every single change that would put the fact into the envelope."""
-        question, id = self.question, self.question.fact_id
-        if self.at is not None:
-            yield from self._of_the_fact()
-            yield from self._of_the_envelope()
-            if self.overlap and self._packed_in(question.unguarded()):
-                yield Change("guard", "", True, False)
-        if id in question.state.packed and self._packed_in(question.unpacked()):
-            yield Change("packed", "", True, False)
-        if self.at is not None:
-            for label, other in question.uncovered():
-                if self._packed_in(other):
-                    yield Change("covered", "", True, label)
-
-    def _packed_in(self, question: _Question) -> bool:
-        return question.fact_id in self.room.packed(question.ranking()).ids
-
-    def _of_the_fact(self) -> Iterator[Change]:
-        importance = _least(lambda value: self.enters(importance=value), self.importance)
-        if importance is not None:
-            yield Change("importance", "at least", self.importance, importance)
-        multiplier = _least(lambda value: self.enters(multiplier=value), self.multiplier)
-        if multiplier is not None:
-            yield Change("multiplier", "at least", self.multiplier, multiplier)
-        for overlap in range(min(self.overlap, _MOST_PENALISED) - 1, -1, -1):
-            if self.enters(overlap=overlap):
-                yield Change("ngram_overlap", "at most", self.overlap, overlap)
-                break
-        if multiplier is None or not self.multiplier:
-            return
-        now, more = self.now(), multiplier / self.multiplier
-        novelty, relevance = float(now.novelty[0]), float(max(now.relevance[0], now.residual_pull[0]))
-        if novelty * more <= 1.0:
-            yield Change("novelty", "at least", novelty, novelty * more)
-        if self.question.session.calibrated is None and relevance * more <= 1.0:
-            yield Change("relevance", "at least", relevance, relevance * more)
-
-    def _of_the_envelope(self) -> Iterator[Change]:
-        room, id = self.room, self.question.fact_id
-        if room.max_facts is not None:
-            packed = replace(room, max_facts=None).packed(self.ranking).ids
-            if id in packed:
-                yield Change("max_facts", "at least", room.max_facts, packed.index(id) + 1)
-        if room.tokens == UNLIMITED:
-            return
-        roomy = replace(room, tokens=UNLIMITED).packed(self.ranking)
-        if id in roomy.ids:
-            ahead = roomy.facts[: roomy.ids.index(id) + 1]
-            enough = sum(int(room.count_tokens(fact.text)) for fact in ahead)
-            yield Change("token_budget", "at least", room.tokens, enough)
-        left = next((room.tokens - used for position, used, _ in room.turns(self.ranking) if position == self.at), 0)
-        if 0 < left < self._tokens:
-            yield Change("tokens", "at most", self._tokens, left)
-
-
-def _least(enters: Callable[[float], bool], now: float) -> float | None:
-    """The least float64 above `now` that lets the fact in, None where none up to 2^100 does."""
-    high = max(1.0, 2.0 * now)
-    while not enters(high):
-        high *= 1024.0
-        if high > _LARGEST:
-            return None
-    low, top = _bits(now), _bits(high)
-    while low + 1 < top:
-        middle = (low + top) // 2
-        low, top = (low, middle) if enters(_float(middle)) else (middle, top)
-    return _float(top)
-
-
-def _bits(value: float) -> int:
-    """Of floats >= 0: integers in the same order, one apart for neighbours."""
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits
-
-
-def _float(bits: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return value
