@@ -53,16 +53,15 @@ def peak_rss_mb() -> float:
 
 
 def resident_mb() -> dict[str, int]:
-    """MiB that this process has resident now: its own, and what is mapped from files, which the system may take back.
-
-    Empty where the system does not say (it is Linux that does).
+    """MiB that this process has resident now: its own, and what is mapped from files, which the system may take back;
+    and the most there has been of both together. Empty where the system does not say (it is Linux that does).
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return {}
     sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    names = {"own": "RssAnon", "mapped": "RssFile"}
+    names = {"own": "RssAnon", "mapped": "RssFile", "peak": "VmHWM"}
     return {what: int(sizes[name].split()[0]) // 1024 for what, name in names.items() if name in sizes}
 
 

@@ -126,15 +126,7 @@ def make_work(arguments: argparse.Namespace, folder: Path | None) -> tuple[Work,
     if folder is not None:
         timed("save_codes", retriever.save)
         del store, retriever
-
-        def opened() -> tuple[FactStore, Retriever]:
-            store = FactStore.load(folder)
-            retriever = Retriever(store)
-            if retriever.codes(store.view()) is None:
-                raise SystemExit("the saved codes were not found again")
-            return store, retriever
-
-        store, retriever = timed("load", opened)
+        store, retriever = timed("load", lambda: _opened(folder))
     everything = np.concatenate([subs for _, subs in pairs])
     chosen = np.random.default_rng(5).choice(len(everything), COVERED, replace=len(everything) < COVERED)
     work = Work(
@@ -149,6 +141,15 @@ def make_work(arguments: argparse.Namespace, folder: Path | None) -> tuple[Work,
         base=name,
     )
     return work, {**seconds, "resident_mb": resident}
+
+
+def _opened(folder: Path) -> tuple[FactStore, Retriever]:
+    """The store that was saved here, mapped, and a retriever that has found its codes."""
+    store = FactStore.load(folder)
+    retriever = Retriever(store)
+    if retriever.codes(store.view()) is None:
+        raise SystemExit("the saved codes were not found again")
+    return store, retriever
 
 
 def _tell(what: str) -> None:
@@ -431,8 +432,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--mapped",
         action="store_true",
-        help="fill the store on the disk, save it and its codes, load them again, mapped, and rank there; without "
-        "peers, which need all rows in memory",
+        help="fill the store on the disk, save it and its codes, load both again, mapped, and rank there (no peers: "
+        "these need all rows in memory)",
     )
     parser.add_argument("--folder", help="where --mapped makes its temporary folder (default: the system's)")
     parser.add_argument("--keep", action="store_true", help="append the rows to bench/results/scan.csv")
@@ -457,19 +458,24 @@ def measure(arguments: argparse.Namespace, folder: Path | None) -> None:
     view = work.store.view()
     _tell("checked")
     read = Times(tuple(once(lambda: _C.read_pass(view.blocks)) for _ in range(7)))
-    rows = {
+    rows = {"cpp_impl": _timed(work, lambda i: by_impl(work, i, "cpp"), 10 if folder is None else 2)}
+    if folder is None:
+        rows["torch_impl"] = _timed(work, lambda i: by_impl(work, i, "torch"), 10)
+    else:  # let go of the pages that the passes over all rows have read: a window does not read them
+        made["resident_mb"]["exact_passes"] = resident_mb()
+        work.store, work.retriever = _opened(folder)
+        view = work.store.view()
+    rows |= {
         "scan": _timed(work, lambda i: work.retriever.search(work.queries[i], min_relevance=work.gate)),
         "candidates": _timed(work, lambda i: work.retriever.candidates(work.columns(i), view)),
         "rank": _timed(work, lambda i: first_window(work, i)),
-        "cpp_impl": _timed(work, lambda i: by_impl(work, i, "cpp"), 10 if folder is None else 2),
-        **({"torch_impl": _timed(work, lambda i: by_impl(work, i, "torch"), 10)} if folder is None else {}),
         **later_windows(work),
     }
-    read_ms = min((*read.ms, *(once(lambda: _C.read_pass(view.blocks)) for _ in range(7))))
     _tell("windows timed")
     batch = batches(work)
     made["resident_mb"]["rank"] = resident_mb()
     _tell(f"ranked: resident {made['resident_mb']['rank']} MiB")
+    read_ms = min((*read.ms, *(once(lambda: _C.read_pass(view.blocks)) for _ in range(7))))
     others = [] if arguments.no_peers or folder is not None else peers(work)
     codes = work.retriever.codes(view)
     assert codes is not None
