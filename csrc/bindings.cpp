@@ -205,10 +205,12 @@ double exact_sum(const Array<double>& values) {
   return sum.value();
 }
 
+constexpr cdr::Simd kLevels[] = {cdr::Simd::generic, cdr::Simd::avx2, cdr::Simd::avx512};
+
 cdr::Simd simd_named(const std::string& name) {
-  if (name == "generic") return cdr::Simd::generic;
-  if (name == "avx2") return cdr::Simd::avx2;
-  throw py::value_error("simd: expected generic or avx2, got " + name);
+  for (const cdr::Simd level : kLevels)
+    if (name == cdr::name_of(level)) return level;
+  throw py::value_error("simd: expected generic, avx2 or avx512, got " + name);
 }
 
 }  // namespace
@@ -682,10 +684,13 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("threads", &cdr::threads, "Threads that a loop may use.");
   m.def("set_threads", &cdr::set_threads, py::arg("n"), "Fix the number of threads; 0 goes back to the default.");
-  m.def("simd", [] { return cdr::simd() == cdr::Simd::avx2 ? "avx2" : "generic"; }, "The SIMD level in use.");
+  m.def("simd", [] { return cdr::name_of(cdr::simd()); }, "The SIMD level in use.");
   m.def("set_simd", [](const std::string& name) { cdr::set_simd(simd_named(name)); }, py::arg("level"),
-        "Choose generic or avx2; ValueError where the processor lacks it.");
+        "Choose generic, avx2 or avx512; ValueError where the processor lacks it.");
   m.def("simd_levels", [] {
-    return cdr::has_avx2() ? std::vector<std::string>{"generic", "avx2"} : std::vector<std::string>{"generic"};
+    std::vector<std::string> names;
+    for (const cdr::Simd level : kLevels)
+      if (level <= cdr::best_simd()) names.push_back(cdr::name_of(level));
+    return names;
   }, "The SIMD levels this processor can run.");
 }

@@ -4,59 +4,68 @@
 #include <cmath>
 #include <cstring>
 
+#include "pool.h"
+
 namespace cdr {
 namespace scan {
 namespace {
 
-void lay_generic(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
-  const std::int64_t width = laid.widths[b];
-  for (std::int64_t i = 0; i < (n + kTile - 1) / kTile * kTile; ++i, codes += width) {
-    std::int8_t* to = laid.codes[b] + i / kTile * kTile * width + i % kTile * 4;
-    std::int32_t sum = 0, squares = 0;
-    for (std::int64_t d = 0; d < width; ++d) {
-      const std::int8_t c = i < n ? codes[d] : std::int8_t{0};
-      to[d / 4 * kTile * 4 + d % 4] = c;
-      sum += c;
-      squares += c * c;
-    }
-    laid.bias[b][i] = kBias * sum;
-    laid.norm[b][i] = std::sqrt(static_cast<float>(squares)) * kUp;
-  }
-}
-
-// Whether the bounds do not say that the row is below; dots: of the blocks up to b, with their bias.
-inline bool coarse_keeps(const Laid& laid, const Coarse& gate, int b, std::int64_t row, const std::int32_t* dots) {
-  const auto part = [&](int i) {
-    return gate.step[i] * static_cast<float>(dots[i] - laid.bias[i][row]) + gate.eps[i] * laid.norm[i][row];
-  };
-  const float sure = b ? part(0) + part(1) : part(0);
-  const float error = laid.rho[row] + gate.zeta[b] * laid.beta[b][row];
-  return !(laid.scale[row] * sure + error < gate.below[b]);
-}
-
-void together_generic(const Laid& laid, const Coarse& gate, std::uint32_t* masks) {
-  for (std::int64_t t = 0; t * kTile < laid.rows; ++t) {
-    std::uint32_t mask = laid.living[t];
-    std::int32_t dots[2][kTile] = {};
-    for (int b = 0; b < 2 && mask; ++b) {
-      const std::int64_t fours = laid.widths[b] / 4;
-      const std::int8_t* codes = laid.codes[b] + t * kTile * laid.widths[b];
-      std::uint8_t k[64];
-      std::memcpy(k, gate.k[b], sizeof k);
-      for (std::int64_t j = 0; j < fours; ++j)
-        for (std::int64_t i = 0; i < kTile; ++i, codes += 4)
-          for (int l = 0; l < 4; ++l) dots[b][i] += static_cast<std::int32_t>(k[4 * j + l]) * codes[l];
-      for (std::int64_t i = 0; i < kTile; ++i) {
-        const std::int32_t of[2] = {dots[0][i], dots[1][i]};
-        if (!coarse_keeps(laid, gate, b, t * kTile + i, of)) mask &= ~(1u << i);
+void lay_generic(const Codes& codes, const std::int64_t* widths, std::int64_t first, std::int64_t n, Laid& laid) {
+  std::memset(laid.codes, 128, static_cast<std::size_t>((n + kTile - 1) / kTile * kTile * kScreened));
+  for (std::int64_t i = 0; i < n; ++i) {
+    std::uint8_t* to = laid.codes + i / kTile * kTile * kScreened + i % kTile * 4;
+    std::int32_t squares = 0;
+    for (int b = 0; b < 2; ++b) {
+      const std::int8_t* row = codes.blocks[b] + (first + i) * widths[b];
+      for (std::int64_t d = 0; d < widths[b]; ++d) {
+        const std::int64_t at = (b ? widths[0] : 0) + d;
+        to[at / 4 * kTile * 4 + at % 4] = static_cast<std::uint8_t>(row[d] + 128);
+        squares += row[d] * row[d];
       }
     }
-    masks[t] = mask;
+    laid.norm[i] = std::sqrt(static_cast<float>(squares)) * kUp;
   }
+}
+
+void screen_generic(const Laid& laid, const Coarse* gates, std::size_t count, std::uint32_t* masks) {
+  for (std::int64_t t = 0; t * kTile < laid.rows; ++t) {
+    for (std::size_t g = 0; g < count; ++g) {
+      const Coarse& gate = gates[g];
+      const std::uint8_t* codes = laid.codes + t * kTile * kScreened;
+      std::uint32_t sums[kTile] = {}, mask = 0;  // unsigned: they may run over until the offset is added
+      for (int s = 0; s < laid.grains; ++s) {
+        for (std::int64_t i = 0; i < kTile; ++i) sums[i] <<= gate.shift[s];
+        for (int d = s * kGrain; d < (s + 1) * kGrain; d += 4, codes += 4 * kTile)
+          for (std::int64_t i = 0; i < kTile; ++i)
+            for (int l = 0; l < 4; ++l) sums[i] += static_cast<std::uint32_t>(codes[4 * i + l] * gate.k[d + l]);
+      }
+      for (std::int64_t i = 0; i < kTile; ++i) {
+        const std::int64_t row = t * kTile + i;
+        const std::int32_t sum = static_cast<std::int32_t>(sums[i] + static_cast<std::uint32_t>(gate.offset));
+        const float error = (laid.rho[row] + gate.zeta * laid.beta[row]) + gate.eps * laid.norm[row];
+        if (!(laid.scale[row] * (gate.step * static_cast<float>(sum)) + error < gate.below)) mask |= 1u << i;
+      }
+      masks[static_cast<std::int64_t>(g) * kTiles + t] = mask;
+    }
+  }
+}
+
+std::int64_t list_generic(const std::uint32_t* masks, std::int64_t tiles, std::int16_t* out) {
+  std::int64_t count = 0;
+  for (std::int64_t t = 0; t < tiles; ++t) {
+    if (!masks[t]) continue;
+    for (std::int64_t i = 0; i < kTile; i += 4) {
+      const BitsOf4& set = kBitsOf4[masks[t] >> i & 15u];
+      for (int j = 0; j < 4; ++j) out[count + j] = static_cast<std::int16_t>(t * kTile + i + set.at[j]);
+      count += set.count;
+    }
+  }
+  return count;
 }
 
 void whole_generic(const Codes& codes, const std::int64_t* widths, std::int64_t first, const std::int16_t* rows,
-                   std::int64_t n, const Probe& probe, double below, double* low, double* high, std::uint8_t* may) {
+                   std::int64_t n, const Probe& probe, const Planes*, double below, double* low, double* high,
+                   std::uint8_t* may) {
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int64_t row = first + rows[i];
     const float* numbers = codes.numbers + row * kNumbers;
@@ -71,134 +80,251 @@ void whole_generic(const Codes& codes, const std::int64_t* widths, std::int64_t 
   }
 }
 
-#if CDR_X86
-CDR_AVX2 void lay_avx2(const std::int8_t* codes, std::int64_t n, int b, Laid& laid) {
-  const std::int64_t width = laid.widths[b];
-  const __m256i one = _mm256_set1_epi16(1), ones = _mm256_set1_epi8(1);
-  alignas(32) std::int8_t padded[8 * 64] = {};
-  for (std::int64_t i = 0; i < (n + kTile - 1) / kTile * kTile; i += 8, codes += 8 * width) {
-    const std::int8_t* from = codes;
-    if (i + 8 > n) {
-      std::memset(padded, 0, sizeof padded);
-      if (i < n) std::memcpy(padded, codes, static_cast<std::size_t>((n - i) * width));
-      from = padded;
-    }
-    __m256i* to = reinterpret_cast<__m256i*>(laid.codes[b] + i / kTile * kTile * width + i % kTile * 4);
-    __m256i sum = _mm256_setzero_si256(), squares = sum;
-    for (std::int64_t d = 0; d < width; d += 32, to += kTile) {  // 8 x 8 fours of codes turned about
-      __m256i r[8], t[8];
-      for (int j = 0; j < 8; ++j) r[j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + j * width + d));
-      for (int j = 0; j < 8; j += 2) {
-        t[j] = _mm256_unpacklo_epi32(r[j], r[j + 1]);
-        t[j + 1] = _mm256_unpackhi_epi32(r[j], r[j + 1]);
-      }
-      for (int j = 0; j < 8; j += 4) {
-        r[j] = _mm256_unpacklo_epi64(t[j], t[j + 2]);
-        r[j + 1] = _mm256_unpackhi_epi64(t[j], t[j + 2]);
-        r[j + 2] = _mm256_unpacklo_epi64(t[j + 1], t[j + 3]);
-        r[j + 3] = _mm256_unpackhi_epi64(t[j + 1], t[j + 3]);
-      }
-      for (int j = 0; j < 4; ++j) {
-        t[j] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
-        t[j + 4] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
-      }
-      for (int j = 0; j < 8; ++j) {
-        _mm256_store_si256(to + j * (kTile / 8), t[j]);
-        const __m256i a = _mm256_abs_epi8(t[j]);
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(one, _mm256_maddubs_epi16(ones, t[j])));
-        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(one, _mm256_maddubs_epi16(a, a)));
-      }
-    }
-    _mm256_store_si256(reinterpret_cast<__m256i*>(laid.bias[b] + i), _mm256_mullo_epi32(sum, _mm256_set1_epi32(kBias)));
-    _mm256_store_ps(laid.norm[b] + i, _mm256_mul_ps(_mm256_sqrt_ps(_mm256_cvtepi32_ps(squares)), _mm256_set1_ps(kUp)));
-  }
-}
-
-// Adds to sums[g] the products of 8 rows each.
-CDR_AVX2 inline void together_block(const std::int8_t* codes, std::int64_t fours, const std::int32_t* k,
-                                    __m256i* sums) {
-  const __m256i one = _mm256_set1_epi16(1);
-  const __m256i* c = reinterpret_cast<const __m256i*>(codes);
-  __m256i a = sums[0], b = sums[1], d = sums[2], e = sums[3];
-  for (std::int64_t j = 0; j < fours; ++j, c += 4) {
-    const __m256i x = _mm256_set1_epi32(k[j]);
-    a = _mm256_add_epi32(a, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[0])));
-    b = _mm256_add_epi32(b, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[1])));
-    d = _mm256_add_epi32(d, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[2])));
-    e = _mm256_add_epi32(e, _mm256_madd_epi16(one, _mm256_maddubs_epi16(x, c[3])));
-  }
-  sums[0] = a;
-  sums[1] = b;
-  sums[2] = d;
-  sums[3] = e;
-}
-
-CDR_AVX2 void together_avx2(const Laid& laid, const Coarse& gate, std::uint32_t* masks) {
-  for (std::int64_t t = 0; t * kTile < laid.rows; ++t) {
-    std::uint32_t mask = laid.living[t];
-    __m256 sure[4];
-    for (int b = 0; b < 2 && mask; ++b) {
-      __m256i sums[4];
-      for (__m256i& s : sums) s = _mm256_setzero_si256();
-      together_block(laid.codes[b] + t * kTile * laid.widths[b], laid.widths[b] / 4, gate.k[b], sums);
-      const __m256 step = _mm256_set1_ps(gate.step[b]), zeta = _mm256_set1_ps(gate.zeta[b]);
-      const __m256 below = _mm256_set1_ps(gate.below[b]), eps = _mm256_set1_ps(gate.eps[b]);
-      std::uint32_t keeps = 0;
-      for (int g = 0; g < 4; ++g) {
-        const std::int64_t at = t * kTile + 8 * g;
-        const __m256i bias = _mm256_load_si256(reinterpret_cast<const __m256i*>(laid.bias[b] + at));
-        const __m256 part = _mm256_add_ps(_mm256_mul_ps(step, _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[g], bias))),
-                                          _mm256_mul_ps(eps, _mm256_load_ps(laid.norm[b] + at)));
-        sure[g] = b ? _mm256_add_ps(sure[g], part) : part;
-        const __m256 error =
-            _mm256_add_ps(_mm256_load_ps(laid.rho + at), _mm256_mul_ps(zeta, _mm256_load_ps(laid.beta[b] + at)));
-        const __m256 most = _mm256_add_ps(_mm256_mul_ps(_mm256_load_ps(laid.scale + at), sure[g]), error);
-        keeps |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(most, below, _CMP_NLT_UQ))) << (8 * g);
-      }
-      mask &= keeps;
-    }
-    masks[t] = mask;
-  }
-}
-
-CDR_AVX2 void whole_avx2(const Codes& codes, const std::int64_t* widths, std::int64_t first, const std::int16_t* rows,
-                         std::int64_t n, const Probe& probe, double below, double* low, double* high,
-                         std::uint8_t* may) {
-  const float* all = codes.numbers + first * kNumbers;
-  for (std::int64_t i = 0; i < n; i += 4) {
-    const std::int64_t r0 = rows[i], r1 = rows[i + 1], r2 = rows[i + 2], r3 = rows[i + 3];
-    __m256i s0 = _mm256_setzero_si256(), s1 = s0, s2 = s0, s3 = s0;
-    for (int b = 0; b < kBlocks; ++b) {
-      const std::int64_t width = widths[b];
-      const std::int8_t* block = codes.blocks[b] + first * width;
-      const std::int16_t* k = probe.k[b].data();
-      const std::int8_t *p0 = block + r0 * width, *p1 = block + r1 * width, *p2 = block + r2 * width,
-                        *p3 = block + r3 * width;
-      for (std::int64_t j = 0; j < width; j += 16) {
-        const __m256i q = load(k + j);
-        s0 = _mm256_add_epi32(s0, _mm256_madd_epi16(codes16(p0 + j), q));
-        s1 = _mm256_add_epi32(s1, _mm256_madd_epi16(codes16(p1 + j), q));
-        s2 = _mm256_add_epi32(s2, _mm256_madd_epi16(codes16(p2 + j), q));
-        s3 = _mm256_add_epi32(s3, _mm256_madd_epi16(codes16(p3 + j), q));
-      }
-    }
-    const Numbers4 x =
-        numbers4(all + r0 * kNumbers, all + r1 * kNumbers, all + r2 * kNumbers, all + r3 * kNumbers);
-    const Bounds4 bounds = bounds4(probe, kBlocks - 1, sums4(s0, s1, s2, s3), x);
-    _mm256_storeu_pd(low + i, _mm256_sub_pd(bounds.center, bounds.error));
-    _mm256_storeu_pd(high + i, _mm256_add_pd(bounds.center, bounds.error));
-    may[i / 4] = static_cast<std::uint8_t>(may[i / 4] | not_below(bounds, below));
-  }
-}
-#endif
-
 }  // namespace
+
+ManyLoops many_loops_generic() { return {63, false, lay_generic, screen_generic, list_generic, whole_generic}; }
 
 ManyLoops many_loops() {
 #if CDR_X86
-  if (fast()) return {lay_avx2, together_avx2, whole_avx2};
+  if (simd() == Simd::avx512) return many_loops_avx512();
+  if (simd() == Simd::avx2) return many_loops_avx2();
 #endif
-  return {lay_generic, together_generic, whole_generic};
+  return many_loops_generic();
+}
+
+Coarse::Coarse(const Gate& gate, double alpha, int reach) {
+  constexpr int kMostShifts = 9;  // 4 grains of 32 products of 127 * 127, shifted by no more, fit 31 bits
+  const Probe& probe = gate.probe;
+  const std::vector<double>& z = probe.leading;
+  std::memset(k, 0, sizeof k);
+  std::fill_n(shift, kGrains, 0);
+  offset = 0;
+  step = eps = 0.0f;
+  zeta = round_up(probe.zeta[1]);
+  below = -std::numeric_limits<float>::infinity();
+  const auto end = [&](int s) { return std::min(z.size(), static_cast<std::size_t>((s + 1) * kGrain)); };
+  const int grains = static_cast<int>(units(static_cast<std::int64_t>(z.size()), kGrain));
+  double least[kGrains + 1] = {};  // what the step of a grain and those before must be
+  for (int s = grains - 1; s >= 0; --s) {
+    double largest = 0;
+    for (std::size_t i = static_cast<std::size_t>(s * kGrain); i < end(s); ++i)
+      largest = std::max(largest, std::fabs(z[i]));
+    least[s] = std::max(least[s + 1], largest / reach * (1.0 + 1e-12));
+  }
+  double of_grain = std::max(least[0], 1e-30), sum = 0, squares = 0, left = 0;
+  int shifts = 0;
+  for (int s = 0; s < grains; ++s) {
+    if (s)
+      while (shifts + shift[s] < kMostShifts && 0.5 * of_grain >= least[s]) {
+        of_grain *= 0.5;
+        ++shift[s];
+      }
+    shifts += shift[s];
+    sum = std::ldexp(sum, shift[s]);
+    for (std::size_t i = static_cast<std::size_t>(s * kGrain); i < end(s); ++i) {
+      const double r = std::nearbyint(z[i] / of_grain), e = z[i] - of_grain * r;
+      k[i] = static_cast<std::int8_t>(r);
+      sum += r;
+      squares += of_grain * of_grain * r * r;
+      left += e * e;
+    }
+  }
+  offset = static_cast<std::int32_t>(-128.0 * sum);
+  const double error = std::sqrt(left) * kAbove + probe.rounding;
+  const double most = 2.0 * alpha * (std::sqrt(squares) + error) * kAbove;
+  const double limit = gate.below - probe.center - probe.slack;
+  const double lower = limit - std::ldexp(std::fabs(limit) + most + 1e-20, -18);
+  // Beyond these the roundings are other ones: every row is kept.
+  if (z.empty() || !(most < 1e15) || !(std::fabs(lower) < 1e30) || !(of_grain < 1e15)) return;
+  step = static_cast<float>(of_grain);
+  eps = round_up(error);
+  below = -round_up(-lower);
+}
+
+Planes::Planes(const Probe& probe) {
+  std::int64_t sum = 0;
+  for (int b = 0; b < kBlocks; ++b) {
+    const std::size_t width = (probe.k[b].size() + 63) / 64 * 64;
+    high[b].assign(width, 0);
+    low[b].assign(width, 0);
+    for (std::size_t i = 0; i < probe.k[b].size(); ++i) {
+      const int k = probe.k[b][i];
+      const int rest = (k + 32768 + 128) % 256 - 128;  // -128 .. 127
+      low[b][i] = static_cast<std::int8_t>(rest);
+      high[b][i] = static_cast<std::int8_t>((k - rest) / 256);
+      sum += k;
+    }
+  }
+  offset = static_cast<std::int32_t>(-128 * sum);
+}
+
+Many::Many(const Index& index_, const std::vector<Request>& requests_)
+    : index(index_), requests(requests_), loops(many_loops()) {
+  for (const Request& request : requests)
+    for (const Gate& gate : request.gates) {
+      coarse.emplace_back(gate, index.alpha, loops.reach);
+      if (loops.planes) planes.emplace_back(gate.probe);
+    }
+}
+
+void lay_numbers(const Codes& codes, std::int64_t first, std::int64_t n, Laid& laid) {
+  const float* numbers = codes.numbers + first * kNumbers;
+  for (std::int64_t i = 0; i < n; ++i, numbers += kNumbers) {
+    laid.scale[i] = numbers[kScale];
+    laid.rho[i] = numbers[kRho] * kUp;
+    laid.beta[i] = numbers[kBeta2] * kUp;
+    laid.norm[i] *= numbers[kScale];
+  }
+}
+
+ManyScan::ManyScan(const Many& many, const Rows& rows, const double* squared_norms, const std::uint8_t* alive,
+                   bool bounds)
+    : many_(many), rows_(rows), squared_norms_(squared_norms), alive_(alive), bounds_(bounds), laid_(new Laid) {
+  std::size_t most = 0;
+  for (const Request& request : many.requests) most = std::max(most, request.gates.size());
+  for (int b = 0; b < kBlocks; ++b) widths_[b] = block_width(many.index.rotation.dim, b);
+  laid_->grains = static_cast<int>((widths_[0] + widths_[1]) / kGrain);
+  masks_.resize(many.coarse.size() * static_cast<std::size_t>(kTiles));
+  low_.resize(most * kRoom);
+  high_.resize(most * kRoom);
+  left_.end.resize(many.requests.size());
+}
+
+void ManyScan::scan(const Place& at, std::int64_t n, std::int64_t first, Found* found) {
+  lay(at, n, first);
+  many_.loops.screen(*laid_, many_.coarse.data(), many_.coarse.size(), masks_.data());
+  unsure_.clear();
+  asks_.clear();
+  const std::int64_t tiles = (n + kTile - 1) / kTile;
+  std::size_t gate = 0, size = 0;
+  for (std::size_t s = 0; s < many_.requests.size(); ++s) {
+    const Request& request = many_.requests[s];
+    const std::size_t gates = request.gates.size();
+    left_.end[s] = size;
+    if (request.open || !gates) continue;
+    fetch_next(at, n, s);
+    std::uint32_t* masks = masks_.data() + gate * static_cast<std::size_t>(kTiles);
+    for (std::int64_t t = 0; t < tiles; ++t) {
+      for (std::size_t g = 1; g < gates; ++g) masks[t] |= masks[g * static_cast<std::size_t>(kTiles) + t];
+      masks[t] &= laid_->living[t];
+    }
+    const std::int64_t count = many_.loops.list(masks, tiles, list_);
+    if (count) {
+      const std::size_t room = size + static_cast<std::size_t>(count) + 4;
+      if (left_.row.size() < room) {
+        left_.row.resize(2 * room);
+        left_.passes.resize(2 * room);
+        left_.low.resize(2 * room);
+        left_.high.resize(2 * room);
+      }
+      bound(at, s, gate, count);
+      size = left_.end[s];
+    }
+    gate += gates;
+  }
+  decide(first);
+  append(first, found);
+}
+
+// Stage 3 of what the screen left of a request, whose first gate is `gate`.
+void ManyScan::bound(const Place& at, std::size_t s, std::size_t gate, std::int64_t count) {
+  const Request& request = many_.requests[s];
+  const std::size_t gates = request.gates.size();
+  std::uint8_t may[kRoom / 4] = {};
+  for (std::int64_t i = count; i % 4; ++i) list_[i] = list_[count - 1];
+  for (std::size_t g = 0; g < gates; ++g)
+    many_.loops.whole(*at.codes, widths_, at.row, list_, count, request.gates[g].probe,
+                      many_.loops.planes ? &many_.planes[gate + g] : nullptr, request.gates[g].below,
+                      low_.data() + g * kRoom, high_.data() + g * kRoom, may);
+  if (count % 4) may[count / 4] = static_cast<std::uint8_t>(may[count / 4] & ((1u << (count % 4)) - 1));
+  const bool tells = bounds_ && request.tells;
+  std::size_t size = left_.end[s], unsure = unsure_.size();
+  unsure_.resize(unsure + static_cast<std::size_t>(count) + 1);
+  for (std::int64_t i = 0; i < count; i += 4) {
+    const BitsOf4& set = kBitsOf4[may[i / 4]];
+    for (int j = 0; j < set.count; ++j) {
+      const std::size_t from = static_cast<std::size_t>(i + set.at[j]);
+      bool passes = false;
+      for (std::size_t g = 0; g < gates; ++g) passes |= low_[g * kRoom + from] >= request.gates[g].above;
+      left_.row[size] = list_[from];
+      left_.passes[size] = passes;
+      left_.low[size] = tells ? told_low(low_[from]) : -1.0f;
+      left_.high[size] = tells ? told_high(high_[from]) : 1.0f;
+      unsure_[unsure] = static_cast<std::uint32_t>(size);
+      unsure += !passes;
+      ++size;
+    }
+  }
+  unsure_.resize(unsure);
+  asks_.resize(unsure, static_cast<std::uint32_t>(s));
+  left_.end[s] = size;
+}
+
+// The stored rows that are left of all.
+void ManyScan::decide(std::int64_t first) {
+  const std::int64_t row_bytes = rows_.dim * static_cast<std::int64_t>(size_of(rows_.dtype));
+  const std::size_t ahead = static_cast<std::size_t>(kRowsAhead), rest = unsure_.size();
+  const auto stored = [&](std::size_t i) { return rows_.at(first + left_.row[unsure_[i]]); };
+  for (std::size_t i = 0; i < std::min(rest, ahead); ++i) prefetch(stored(i), row_bytes);
+  for (std::size_t i = 0; i < rest; ++i) {
+    if (i + ahead < rest) prefetch(stored(i + ahead), row_bytes);
+    const std::int64_t row = first + left_.row[unsure_[i]];
+    left_.passes[unsure_[i]] = many_.requests[asks_[i]].scorer.passes(row, squared_norms_[row]);
+  }
+}
+
+void ManyScan::append(std::int64_t first, Found* found) const {
+  std::size_t from = 0;
+  for (std::size_t s = 0; s < many_.requests.size(); ++s) {
+    const std::size_t to = left_.end[s];
+    if (from == to) continue;
+    Found& out = found[s];
+    const std::size_t before = out.rows.size();
+    std::size_t size = before;
+    out.rows.resize(before + (to - from));
+    for (std::size_t i = from; i < to; ++i) {
+      out.rows[size] = first + left_.row[i];
+      size += left_.passes[i];
+    }
+    out.rows.resize(size);
+    if (bounds_) {
+      std::size_t at = before;
+      out.low.resize(before + (to - from));
+      out.high.resize(before + (to - from));
+      for (std::size_t i = from; i < to; ++i) {
+        out.low[at] = left_.low[i];
+        out.high[at] = left_.high[i];
+        at += left_.passes[i];
+      }
+      out.low.resize(size);
+      out.high.resize(size);
+    }
+    from = to;
+  }
+}
+
+// A share of the codes that come next, while those of this block are worked on.
+void ManyScan::fetch_next(const Place& at, std::int64_t n, std::size_t request) const {
+  const std::int64_t share = std::min(kBlockMany, at.codes->rows - at.row - n);
+  const std::int64_t count = static_cast<std::int64_t>(many_.requests.size()), i = static_cast<std::int64_t>(request);
+  const std::int64_t from = at.row + n + share * i / count, rows = share * (i + 1) / count - share * i / count;
+  for (int b = 0; b < kBlocks; ++b) prefetch(at.codes->blocks[b] + from * widths_[b], rows * widths_[b]);
+  prefetch(at.codes->numbers + from * kNumbers, rows * kNumbers * static_cast<std::int64_t>(sizeof(float)));
+}
+
+void ManyScan::lay(const Place& at, std::int64_t n, std::int64_t first) {
+  Laid& laid = *laid_;
+  laid.rows = n;
+  many_.loops.lay(*at.codes, widths_, at.row, n, laid);
+  lay_numbers(*at.codes, at.row, n, laid);
+  const bool all = !alive_ || !std::memchr(alive_ + first, 0, static_cast<std::size_t>(n));
+  for (std::int64_t t = 0; t * kTile < n; ++t) {
+    const std::int64_t here = std::min(kTile, n - t * kTile);
+    std::uint32_t mask = here == kTile ? 0xffffffffu : (1u << here) - 1;
+    for (std::int64_t i = 0; !all && i < here; ++i)
+      if (!alive_[first + t * kTile + i]) mask &= ~(1u << i);
+    laid.living[t] = mask;
+  }
 }
 
 }  // namespace scan

@@ -1,4 +1,7 @@
 // The scan for many sets of columns at once: the codes are read once for all of them.
+//
+// A block of rows stays in the cache while all queries pass: a screen of its first 128 dimensions with coarse integers,
+// then stage 3 for what the screen keeps of each query, then the stored rows that are left of all.
 #pragma once
 
 #include <cstdint>
@@ -10,174 +13,120 @@
 namespace cdr {
 namespace scan {
 
-// Queries from which threshold() screens them together, and the rows of a block then.
+// Queries from which threshold() screens them together.
 constexpr std::size_t kTogether = 4;
-constexpr std::int64_t kBlockTogether = 512, kTile = 32;
+// Rows in a block, and in a tile: one bit each in 32.
+constexpr std::int64_t kBlockMany = 512, kTile = 32, kTiles = kBlockMany / kTile;
+// Dimensions of the screen, and those of them that share a step.
+constexpr int kScreened = 128, kGrain = 32, kGrains = kScreened / kGrain;
+constexpr float kUp = 1.0f + 1.0f / (1 << 18);  // for what is rounded to float32
 
-// The screen of many queries reads rows that stand side by side, four dimensions of 8 rows to a register.
+// The rows of a block side by side, four dimensions of a tile after the other.
 struct Laid {
-  std::int64_t rows = 0, widths[2] = {};
-  // [tile][width / 4][kTile][4] per block; beyond the rows zeros.
-  alignas(32) std::int8_t codes[2][kBlockTogether * 64];
-  alignas(32) std::int32_t bias[2][kBlockTogether];  // kBias times the sum of the row's codes
-  alignas(32) float scale[kBlockTogether], rho[kBlockTogether], beta[2][kBlockTogether];
-  alignas(32) float norm[2][kBlockTogether];  // of the row's codes in the block
-  std::uint32_t living[kBlockTogether / kTile];
+  std::int64_t rows = 0;
+  int grains = 0;
+  alignas(64) std::uint8_t codes[kBlockMany * kScreened];  // [tile][4 grains of fours][kTile][4], code + 128
+  // By row: rho, beta_2, the scale, the norm of the codes times the scale. Beyond the rows anything.
+  alignas(64) float rho[kBlockMany], beta[kBlockMany], scale[kBlockMany], norm[kBlockMany];
+  std::uint32_t living[kTiles];
 };
-// Fills block b of the rows that are laid side by side, from codes [n, widths[b]].
-using Lay = void (*)(const std::int8_t* codes, std::int64_t n, int b, Laid& laid);
-// masks[t]: the bits of the living rows of tile t of which the bounds of stages 1 and 2 do not say that they are below.
-using Together = void (*)(const Laid& laid, const Coarse& gate, std::uint32_t* masks);
-// low[i], high[i]: the bounds of stage 3 of the row first + rows[i]; bit i % 4 of may[i / 4] is set where it is not
-// below. rows, low and high have room for a multiple of 4, rows with rows in it.
-using Whole = void (*)(const Codes& codes, const std::int64_t* widths, std::int64_t first, const std::int16_t* rows,
-                       std::int64_t n, const Probe& probe, double below, double* low, double* high, std::uint8_t* may);
 
+// A gate as the screen asks it: integers k' of 8 bits (7 without VNNI), the terms of the bound in float32. The step of
+// a grain is 2^shift that of the next, so that the sums of all grains become one integer.
+struct Coarse {
+  std::int8_t k[kScreened];
+  std::int32_t shift[kGrains];  // of the sum before this grain is added
+  std::int32_t offset;          // -128 times the sum of the shifted k', since codes are read as code + 128
+  float step, eps, zeta, below;
+
+  // reach: the largest k' that is allowed.
+  Coarse(const Gate& gate, double alpha, int reach);
+};
+
+// A probe's k as 256 high + low, bytes, for stage 3 with VNNI; [block_width rounded up to 64] each.
+struct Planes {
+  std::vector<std::int8_t> high[kBlocks], low[kBlocks];
+  std::int32_t offset = 0;  // -128 times the sum of k
+
+  explicit Planes(const Probe& probe);
+};
+
+// The loops of one level; the same rows pass for all of them.
 struct ManyLoops {
-  Lay lay;
-  Together together;
-  Whole whole;
+  int reach;
+  bool planes;
+  // Lays the rows first .. first + n of the codes side by side.
+  void (*lay)(const Codes& codes, const std::int64_t* widths, std::int64_t first, std::int64_t n, Laid& laid);
+  // masks[g * kTiles + t]: the rows of tile t of which the bounds of gate g do not say that they are below; what lies
+  // beyond the rows may be set.
+  void (*screen)(const Laid& laid, const Coarse* gates, std::size_t count, std::uint32_t* masks);
+  // The rows whose bits are set, ascending; returns how many. out has room for all and one tile more.
+  std::int64_t (*list)(const std::uint32_t* masks, std::int64_t tiles, std::int16_t* out);
+  // low[i], high[i]: the bounds of stage 3 of the row first + rows[i]; bit i % 4 of may[i / 4] is set where it is not
+  // below. rows, low and high have room for a multiple of 4, rows with rows in it.
+  void (*whole)(const Codes& codes, const std::int64_t* widths, std::int64_t first, const std::int16_t* rows,
+                std::int64_t n, const Probe& probe, const Planes* planes, double below, double* low, double* high,
+                std::uint8_t* may);
 };
-// Those of this processor.
+// Those of this processor. Each file has its level's.
 ManyLoops many_loops();
+ManyLoops many_loops_generic();
+#if CDR_X86
+ManyLoops many_loops_avx2();
+ManyLoops many_loops_avx512();
+#endif
 
-// The same for many requests at once, n <= kBlockTogether: first the screen with all of them, the codes side by side;
-// then stage 3 for what it keeps of each; then the stored rows that are left of all.
-class TogetherScan {
+// The numbers of the rows, and which of them live: what lay() does not do by level.
+void lay_numbers(const Codes& codes, std::int64_t first, std::int64_t n, Laid& laid);
+
+// What all requests of one call ask; made once, read by all threads.
+struct Many {
+  const Index& index;
+  const std::vector<Request>& requests;
+  ManyLoops loops;
+  std::vector<Coarse> coarse;  // of the gates of all requests, one after the other
+  std::vector<Planes> planes;  // the same, where the level uses them
+
+  Many(const Index& index, const std::vector<Request>& requests);
+};
+
+// One thread's work.
+class ManyScan {
  public:
-  TogetherScan(const Index& index, const Rows& rows, const double* squared_norms, const std::uint8_t* alive,
-               const std::vector<Request>& requests, const std::vector<Coarse>& coarse, const ManyLoops& loops, bool bounds)
-      : rows_(rows), squared_norms_(squared_norms), alive_(alive), requests_(requests), coarse_(coarse),
-        loops_(loops), bounds_(bounds), laid_(new Laid()) {
-    for (int b = 0; b < kBlocks; ++b) widths_[b] = block_width(index.rotation.dim, b);
-    for (int b = 0; b < 2; ++b) laid_->widths[b] = widths_[b];
-    std::size_t most = 0;
-    for (const Request& request : requests) most = std::max(most, request.gates.size());
-    bounds_of_.resize(2 * most * kStride);
-  }
+  ManyScan(const Many& many, const Rows& rows, const double* squared_norms, const std::uint8_t* alive, bool bounds);
 
-  // found: one per request; nothing is added for the open ones.
-  void scan(const Place& at, std::int64_t n, std::int64_t first, Found* found) {
-    lay(at, n, first);
-    left_.clear();
-    unsure_.clear();
-    const std::int64_t tiles = (n + kTile - 1) / kTile;
-    std::uint32_t masks[kBlockTogether / kTile], of_gate[kBlockTogether / kTile];
-    std::int16_t list[kStride], open[kStride];
-    std::uint8_t may[kStride / 4];
-    double *low = bounds_of_.data(), *high = low + bounds_of_.size() / 2;
-    const Coarse* coarse = coarse_.data();
-    for (std::size_t s = 0; s < requests_.size(); ++s) {
-      const Request& request = requests_[s];
-      if (request.open) continue;
-      fetch_next(at, n, s);
-      std::fill_n(masks, tiles, 0u);
-      for (std::size_t g = 0; g < request.gates.size(); ++g) {
-        loops_.together(*laid_, *coarse++, of_gate);
-        for (std::int64_t t = 0; t < tiles; ++t) masks[t] |= of_gate[t];
-      }
-      std::int64_t count = 0;
-      for (std::int64_t t = 0; t < tiles; ++t)
-        for (std::int64_t i = 0; i < kTile; i += 4) {
-          const BitsOf4& set = kBitsOf4[masks[t] >> i & 15u];
-          for (int j = 0; j < 4; ++j) list[count + j] = static_cast<std::int16_t>(t * kTile + i + set.at[j]);
-          count += set.count;
-        }
-      if (!count) continue;
-      for (std::int64_t i = count; i % 4; ++i) list[i] = list[count - 1];
-      std::fill_n(may, (count + 3) / 4, std::uint8_t{0});
-      for (std::size_t g = 0; g < request.gates.size(); ++g)
-        loops_.whole(*at.codes, widths_, at.row, list, count, request.gates[g].probe, request.gates[g].below,
-                     low + g * kStride, high + g * kStride, may);
-      if (count % 4) may[count / 4] = static_cast<std::uint8_t>(may[count / 4] & ((1u << (count % 4)) - 1));
-      std::int64_t rest = 0;
-      for (std::int64_t i = 0; i < count; i += 4) {
-        const BitsOf4& set = kBitsOf4[may[i / 4]];
-        for (int j = 0; j < 4; ++j) open[rest + j] = static_cast<std::int16_t>(i + set.at[j]);
-        rest += set.count;
-      }
-      for (std::int64_t o = 0; o < rest; ++o) {
-        const std::size_t i = static_cast<std::size_t>(open[o]);
-        bool passes = false;
-        for (std::size_t g = 0; g < request.gates.size(); ++g)
-          passes = passes || low[g * kStride + i] >= request.gates[g].above;
-        if (!passes) unsure_.push_back(left_.size());
-        left_.push_back({list[i], passes, static_cast<std::uint32_t>(s), low[i], high[i]});
-      }
-    }
-    const std::int64_t row_bytes = rows_.dim * static_cast<std::int64_t>(size_of(rows_.dtype));
-    const std::size_t ahead = static_cast<std::size_t>(kRowsAhead), rest = unsure_.size();
-    const auto stored = [&](std::size_t i) { return rows_.at(first + left_[unsure_[i]].row); };
-    for (std::size_t i = 0; i < std::min(rest, ahead); ++i) prefetch(stored(i), row_bytes);
-    for (std::size_t i = 0; i < rest; ++i) {
-      if (i + ahead < rest) prefetch(stored(i + ahead), row_bytes);
-      Left& left = left_[unsure_[i]];
-      const bool passes = requests_[left.request].scorer.passes(first + left.row, squared_norms_[first + left.row]);
-      left.passes = passes;
-    }
-    for (const Left& left : left_) {
-      if (!left.passes) continue;
-      Found& to = found[left.request];
-      to.rows.push_back(first + left.row);
-      if (!bounds_) continue;
-      if (requests_[left.request].tells)
-        tell(to, left.low, left.high);
-      else
-        tell(to, -1.0, 1.0);
-    }
-  }
+  // The rows first .. first + n, n <= kBlockMany, which are the codes at `at` and on. found: one per request; nothing
+  // is added for the open ones.
+  void scan(const Place& at, std::int64_t n, std::int64_t first, Found* found);
 
  private:
-  struct Left {
-    std::int16_t row;
-    bool passes;
-    std::uint32_t request;
-    double low, high;
-  };
-  static constexpr std::size_t kStride = kBlockTogether + 4;
+  void lay(const Place& at, std::int64_t n, std::int64_t first);
+  void fetch_next(const Place& at, std::int64_t n, std::size_t request) const;
+  void bound(const Place& at, std::size_t request, std::size_t gate, std::int64_t count);
+  void decide(std::int64_t first);
+  void append(std::int64_t first, Found* found) const;
 
-  // A share of the codes that come next, while those of this block are worked on.
-  void fetch_next(const Place& at, std::int64_t n, std::size_t s) {
-    const std::int64_t share = std::min(kBlockTogether, at.codes->rows - at.row - n);
-    const std::int64_t count = static_cast<std::int64_t>(requests_.size()), i = static_cast<std::int64_t>(s);
-    const std::int64_t from = at.row + n + share * i / count, rows = share * (i + 1) / count - share * i / count;
-    for (int b = 0; b < kBlocks; ++b) prefetch(at.codes->blocks[b] + from * widths_[b], rows * widths_[b]);
-    prefetch(at.codes->numbers + from * kNumbers, rows * kNumbers * static_cast<std::int64_t>(sizeof(float)));
-  }
+  static constexpr std::size_t kRoom = kBlockMany + kTile;
 
-  void lay(const Place& at, std::int64_t n, std::int64_t first) {
-    Laid& laid = *laid_;
-    laid.rows = n;
-    const std::int64_t padded = (n + kTile - 1) / kTile * kTile;
-    for (int b = 0; b < 2; ++b) loops_.lay(at.codes->blocks[b] + at.row * widths_[b], n, b, laid);
-    const float* numbers = at.codes->numbers + at.row * kNumbers;
-    for (std::int64_t i = 0; i < padded; ++i) {
-      const float* x = i < n ? numbers + i * kNumbers : numbers;
-      laid.scale[i] = x[kScale];
-      laid.rho[i] = x[kRho] * kUp;
-      laid.beta[0][i] = x[kBeta1] * kUp;
-      laid.beta[1][i] = x[kBeta2] * kUp;
-    }
-    for (std::int64_t t = 0; t * kTile < n; ++t) {
-      std::uint32_t mask = 0;
-      for (std::int64_t i = 0; i < std::min(kTile, n - t * kTile); ++i)
-        if (!alive_ || alive_[first + t * kTile + i]) mask |= 1u << i;
-      laid.living[t] = mask;
-    }
-  }
-
+  const Many& many_;
   const Rows& rows_;
   const double* squared_norms_;
   const std::uint8_t* alive_;
-  const std::vector<Request>& requests_;
-  const std::vector<Coarse>& coarse_;
-  const ManyLoops& loops_;
   const bool bounds_;
   std::int64_t widths_[kBlocks];
   std::unique_ptr<Laid> laid_;
-  std::vector<Left> left_;
-  std::vector<std::size_t> unsure_;
-  std::vector<double> bounds_of_;  // low [gates, kStride], then high
+  std::vector<std::uint32_t> masks_;  // [gates, kTiles]
+  std::int16_t list_[kRoom];          // what the screen leaves of one request
+  std::vector<double> low_, high_;    // of these: [gates, kRoom]
+  // What may pass, request by request: its row, whether it does, what is known of its relevance.
+  struct Left {
+    std::vector<std::int16_t> row;
+    std::vector<std::uint8_t> passes;
+    std::vector<float> low, high;
+    std::vector<std::size_t> end;  // by request
+  } left_;
+  std::vector<std::uint32_t> unsure_;  // those of left_ that the stored row decides
+  std::vector<std::uint32_t> asks_;    // and who asks
 };
 
 }  // namespace scan

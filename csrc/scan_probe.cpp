@@ -70,9 +70,9 @@ std::vector<Probe> make_probes(const Rotation& rotation, double alpha, const Col
         if (i >= block_begin(dim, b + 1)) outside[b] += turned[i] * turned[i];
       probe.center += static_cast<double>(rotation.mean[i]) * unit[i];
     }
-    // |k| <= 32767, and 127 sum |k| <= 127 (sum |z| / s + D) < 2^31
+    // |k| <= 32639 = 127 * 256 + 127, and 127 sum |k| <= 127 (sum |z| / s + D) < 2^31
     const double room = 2147483647.0 / 127.0 - static_cast<double>(dim) - 1.0;
-    probe.step = std::max(most / 32766.0, sum / room * (1.0 + 1e-9));
+    probe.step = std::max(most / 32638.0, sum / room * (1.0 + 1e-9));
     if (!(probe.step > 1e-290)) probe.step = 1.0;  // then every k is 0 and all of z is left over
     double left = 0;
     for (int b = 0; b < kBlocks; ++b) {
@@ -87,24 +87,8 @@ std::vector<Probe> make_probes(const Rotation& rotation, double alpha, const Col
     }
     const double eps = std::sqrt(left) * kAbove + gamma * rotation.most_weight * rotation.frobenius;
     const double size = 1.0 + std::fabs(probe.center) + rotation.mean_norm + alpha * (std::sqrt(zz) + eps);
-    double coarse_sum = 0;
-    for (int b = 0; b < 2; ++b) {
-      const std::int64_t from = block_begin(dim, b), to = block_begin(dim, b + 1);
-      probe.coarse[b].assign(static_cast<std::size_t>(block_width(dim, b)), kBias);
-      double largest = 0, coarse_left = 0;
-      for (std::int64_t i = from; i < to; ++i) largest = std::max(largest, std::fabs(z[static_cast<std::size_t>(i)]));
-      const double step = std::max(largest / kCoarse * (1.0 + 1e-12), 1e-30);
-      for (std::int64_t i = from; i < to; ++i) {
-        const double r = std::nearbyint(z[static_cast<std::size_t>(i)] / step);
-        const double e = z[static_cast<std::size_t>(i)] - step * r;
-        probe.coarse[b][static_cast<std::size_t>(i - from)] = static_cast<std::uint8_t>(kBias + static_cast<int>(r));
-        coarse_left += e * e;
-        coarse_sum += step * step * r * r;
-      }
-      probe.coarse_step[b] = step;
-      probe.coarse_eps[b] = std::sqrt(coarse_left) * kAbove + gamma * rotation.most_weight * rotation.frobenius;
-    }
-    probe.coarse_most = alpha * (std::sqrt(coarse_sum) + probe.coarse_eps[0] + probe.coarse_eps[1]) * kAbove;
+    probe.leading.assign(z.begin(), z.begin() + block_begin(dim, 2));
+    probe.rounding = gamma * rotation.most_weight * rotation.frobenius;
     probe.slack = 4.0 * (gamma + 16.0 * kUlp) * size + 1e-200;
     probe.error = alpha * eps * kAbove + probe.slack;
   }

@@ -16,9 +16,6 @@ constexpr double kUlp = 2.220446049250313e-16;  // 2^-52
 constexpr double kAbove = 1.0 + 1e-12;          // stored numbers are this much too large, for roundings to come
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr float kLargest = 1e30f;               // a rho beyond this bounds nothing
-// |k'| <= kCoarse: two products of k' + kBias in 1 .. 127 with codes fit 16 bits.
-constexpr int kCoarse = 63, kBias = 64;
-constexpr float kUp = 1.0f + 1.0f / (1 << 18);  // for what is rounded to float32
 // How many rows ahead to prefetch: enough to hide the memory, few enough not to wait for what was asked for.
 constexpr std::int64_t kScreenAhead = 128;  // codes of the first block
 constexpr std::int64_t kAhead = 32;         // codes of the others
@@ -37,10 +34,9 @@ struct Probe {
   double step = 1, center = 0, error = 0;             // s, c0, e
   double zeta[kBlocks] = {};                          // zeta_1, zeta_2, 0
   double norm = 0;  // of the vector before it became a unit vector
-
-  // The same for the screen of many queries.
-  std::vector<std::uint8_t> coarse[2];                // k' + kBias, [block_width]
-  double coarse_step[2] = {1, 1}, coarse_eps[2] = {kInf, kInf}, coarse_most = kInf, slack = kInf;  // most: alpha |s k'|
+  // For the screen of many queries: z in the first two blocks, what z may be off by, the slack in e.
+  std::vector<double> leading;
+  double rounding = 0, slack = kInf;
 };
 
 // Probes of the vectors wanted of the columns; flip[i]: of minus the vector.

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -12,34 +11,9 @@
 namespace cdr {
 namespace scan {
 
-// What the screen asks: the terms of the bound in float32.
-struct Coarse {
-  std::int32_t k[2][16];  // four dimensions each
-  float step[2], eps[2], zeta[2], below[2];
-};
-
 struct Gate {
   Probe probe;
   double below, above;  // q.u under the one fails, at or above the other passes
-
-  // What the screen of many queries asks.
-  Coarse coarse() const {
-    Coarse out;
-    std::memset(&out, 0, sizeof out);
-    for (int b = 0; b < 2; ++b) {
-      if (!probe.coarse[b].empty()) std::memcpy(out.k[b], probe.coarse[b].data(), probe.coarse[b].size());
-      out.step[b] = probe.coarse_step[b] < 1e15 ? static_cast<float>(probe.coarse_step[b]) : 1.0f;
-      out.zeta[b] = round_up(probe.zeta[b]);
-      out.eps[b] = round_up(probe.coarse_eps[b]);
-      const double most = 2.0 * probe.coarse_most, limit = below - probe.center - probe.slack;
-      const double lower = limit - std::ldexp(std::fabs(limit) + most + 1e-20, -18);
-      out.below[b] = -round_up(-lower);
-      // Beyond these the roundings are other ones: keep every row.
-      const bool fits = most < 1e15 && std::fabs(lower) < 1e30 && probe.coarse_step[b] < 1e15;
-      if (!fits) out.below[b] = -std::numeric_limits<float>::infinity();
-    }
-    return out;
-  }
 };
 
 // What one set of columns asks of the scan.
@@ -88,9 +62,11 @@ constexpr BitsOf4 kBitsOf4[16] = {
     {{2, 3, 0, 0}, 2}, {{0, 2, 3, 0}, 3}, {{1, 2, 3, 0}, 3}, {{0, 1, 2, 3}, 4}};
 
 // What the bounds say of a relevance, which is in -1 .. 1: a float is off by no more than 2^-25 of it.
+inline float told_low(double low) { return low > -1.0 ? static_cast<float>(std::min(low, 1.0) - 1e-7) : -1.0f; }
+inline float told_high(double high) { return high < 1.0 ? static_cast<float>(std::max(high, -1.0) + 1e-7) : 1.0f; }
 inline void tell(Found& found, double low, double high) {
-  found.low.push_back(low > -1.0 ? static_cast<float>(std::min(low, 1.0) - 1e-7) : -1.0f);
-  found.high.push_back(high < 1.0 ? static_cast<float>(std::max(high, -1.0) + 1e-7) : 1.0f);
+  found.low.push_back(told_low(low));
+  found.high.push_back(told_high(high));
 }
 
 }  // namespace scan

@@ -1,5 +1,6 @@
 // threshold(): which rows pass a gate, one block of rows after the other, for one set of columns or for many.
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "pool.h"
@@ -18,12 +19,11 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
                              const std::uint8_t* alive, const std::vector<const Columns*>& columns, bool bounds) {
   std::vector<Request> requests;
   requests.reserve(columns.size());
-  std::size_t most_gates = 0;
-  std::vector<Coarse> coarse;
+  std::size_t gates = 0, most_gates = 0;
   for (const Columns* c : columns) {
     requests.emplace_back(index, rows, *c);
     most_gates = std::max(most_gates, requests.back().gates.size());
-    for (const Gate& gate : requests.back().gates) coarse.push_back(gate.coarse());
+    gates += requests.back().gates.size();
   }
   // Units never cross from one run of codes to the next, nor into the tail.
   struct Unit {
@@ -43,20 +43,21 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
   cut(nullptr, first, rows.size() - first);
 
   const OneLoops one = one_loops();
-  const ManyLoops together = many_loops();
   const std::size_t sets = requests.size();
-  const bool many = coarse.size() >= kTogether;
-  const std::int64_t block = many ? kBlockTogether : kBlock;
+  const bool together = gates >= kTogether;
+  const std::unique_ptr<Many> many(together ? new Many(index, requests) : nullptr);
+  const std::int64_t block = together ? kBlockMany : kBlock;
   std::vector<Found> parts(work.size() * sets);
   parallel_for(work.size(), [&](std::size_t u) {
     const Unit& unit = work[u];
-    std::vector<std::int32_t> dots1(many ? 0 : most_gates * static_cast<std::size_t>(kBlock));
-    TogetherScan all(index, rows, squared_norms, alive, requests, coarse, together, bounds);
+    std::vector<std::int32_t> dots1(together ? 0 : most_gates * static_cast<std::size_t>(kBlock));
+    const std::unique_ptr<ManyScan> all(
+        together ? new ManyScan(*many, rows, squared_norms, alive, bounds) : nullptr);
     for (std::int64_t at = 0; at < unit.rows; at += block) {
       const std::int64_t size = std::min(block, unit.rows - at);
       const Place place{unit.at.codes, unit.at.row + at};
-      const bool together_here = many && place.codes;
-      if (together_here) all.scan(place, size, unit.first + at, parts.data() + u * sets);
+      const bool together_here = together && place.codes;
+      if (together_here) all->scan(place, size, unit.first + at, parts.data() + u * sets);
       for (std::size_t s = 0; s < sets; ++s) {
         const Request& request = requests[s];
         Found& found = parts[u * sets + s];

@@ -151,19 +151,19 @@ std::atomic<int> chosen{-1};
 Simd detect() {
   const char* text = std::getenv("CDR_KERNEL_SIMD");
   const std::string asked = text ? text : "";
-  if (asked == "generic") return Simd::generic;
-  if (asked == "avx2") {
-    if (!has_avx2()) throw std::invalid_argument("CDR_KERNEL_SIMD=avx2, but this processor has no AVX2 with F16C");
-    return Simd::avx2;
+  if (asked.empty()) return best_simd();
+  for (const Simd level : {Simd::generic, Simd::avx2, Simd::avx512}) {
+    if (asked != name_of(level)) continue;
+    if (level > best_simd())
+      throw std::invalid_argument("CDR_KERNEL_SIMD=" + asked + ", but this processor has only " + name_of(best_simd()));
+    return level;
   }
-  if (!asked.empty())
-    throw std::invalid_argument("CDR_KERNEL_SIMD: expected generic or avx2, got " + asked);
-  return has_avx2() ? Simd::avx2 : Simd::generic;
+  throw std::invalid_argument("CDR_KERNEL_SIMD: expected generic, avx2 or avx512, got " + asked);
 }
 
 Dots dots_for(DType dtype) {
 #if CDR_X86
-  if (simd() == Simd::avx2) {
+  if (simd() >= Simd::avx2) {
     switch (dtype) {
       case DType::f16: return dots_avx2<std::uint16_t>;
       case DType::f32: return dots_avx2<float>;
@@ -277,12 +277,20 @@ double Columns::addend(std::int64_t j, std::int64_t row) const {
   return found != last && *found == row ? addend_values[static_cast<std::size_t>(found - addend_rows.begin())] : 0.0;
 }
 
-bool has_avx2() {
+Simd best_simd() {
 #if CDR_X86
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return Simd::generic;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+    return Simd::avx512;
+  return Simd::avx2;
 #else
-  return false;
+  return Simd::generic;
 #endif
+}
+
+const char* name_of(Simd level) {
+  return level == Simd::generic ? "generic" : level == Simd::avx2 ? "avx2" : "avx512";
 }
 
 Simd simd() {
@@ -295,7 +303,8 @@ Simd simd() {
 }
 
 void set_simd(Simd level) {
-  if (level == Simd::avx2 && !has_avx2()) throw std::invalid_argument("this processor has no AVX2 with F16C");
+  if (level > best_simd())
+    throw std::invalid_argument(std::string("this processor has no ") + name_of(level) + ", only " + name_of(best_simd()));
   chosen.store(static_cast<int>(level), std::memory_order_relaxed);
 }
 
@@ -352,7 +361,7 @@ double Scorer::value(std::int64_t row, const unsigned char* x, double squared_no
 
 void widen(DType dtype, const unsigned char* row, std::int64_t dim, double* out) {
 #if CDR_X86
-  if (simd() == Simd::avx2) {
+  if (simd() >= Simd::avx2) {
     switch (dtype) {
       case DType::f16: return widen_avx2(reinterpret_cast<const std::uint16_t*>(row), dim, out);
       case DType::f32: return widen_avx2(reinterpret_cast<const float*>(row), dim, out);

@@ -14,13 +14,15 @@
 
 namespace cdr {
 
-enum class Simd { generic, avx2 };
+// Each has what the one before has. avx2: with F16C. avx512: F, BW, DQ, VL and VNNI; only loops over codes use it.
+enum class Simd { generic, avx2, avx512 };
 
-// What the machine offers, lowered by CDR_KERNEL_SIMD=generic|avx2 (read once); set_simd() overrides.
+// What the machine offers, lowered by CDR_KERNEL_SIMD=generic|avx2|avx512 (read once); set_simd() overrides.
 // Throws std::invalid_argument when the level asked for is not to be had.
 Simd simd();
 void set_simd(Simd level);
-bool has_avx2();
+Simd best_simd();
+const char* name_of(Simd level);
 
 // What one session asks of the rows: columns 0 = query, 1 = coverage, 2.. = residual.
 //   value[j] = scale[j] * cos(x, v[j]) + shift[j] + addend[j](row)

@@ -26,7 +26,7 @@ namespace cdr {
 // Whether the AVX2 loops are to be used.
 inline bool fast() {
 #if CDR_X86
-  return simd() == Simd::avx2;
+  return simd() >= Simd::avx2;
 #else
   return false;
 #endif

@@ -217,8 +217,9 @@ bool equal_bits(const std::vector<double>& a, const std::vector<double>& b) {
 }
 
 std::vector<cdr::Simd> levels() {
-  std::vector<cdr::Simd> all{cdr::Simd::generic};
-  if (cdr::has_avx2()) all.push_back(cdr::Simd::avx2);
+  std::vector<cdr::Simd> all;
+  for (const cdr::Simd level : {cdr::Simd::generic, cdr::Simd::avx2, cdr::Simd::avx512})
+    if (level <= cdr::best_simd()) all.push_back(level);
   return all;
 }
 
@@ -522,11 +523,13 @@ void score_identical_vectors_have_cosine_one() {
 }
 
 void score_refuses_a_level_that_is_not_there() {
-  if (cdr::has_avx2()) {
-    cdr::set_simd(cdr::Simd::avx2);
-    CHECK(cdr::simd() == cdr::Simd::avx2);
-  } else {
-    CHECK(throws<std::invalid_argument>([] { cdr::set_simd(cdr::Simd::avx2); }));
+  for (const cdr::Simd level : {cdr::Simd::generic, cdr::Simd::avx2, cdr::Simd::avx512}) {
+    if (level <= cdr::best_simd()) {
+      cdr::set_simd(level);
+      CHECK(cdr::simd() == level);
+    } else {
+      CHECK(throws<std::invalid_argument>([&] { cdr::set_simd(level); }));
+    }
   }
 }
 
@@ -1023,7 +1026,9 @@ bool wanted(const std::string& name, int argc, char** argv) {
 
 int main(int argc, char** argv) {
   const cdr::Simd level = cdr::simd();
-  std::printf("levels:%s\n", cdr::has_avx2() ? " generic avx2" : " generic");
+  std::printf("levels:");
+  for (const cdr::Simd each : levels()) std::printf(" %s", cdr::name_of(each));
+  std::printf("\n");
   int passed = 0, failed = 0;
   for (const Test& test : kTests) {
     if (!wanted(test.name, argc, argv)) continue;
