@@ -116,14 +116,22 @@ CDR_AVX512 void whole_avx512(const Codes& codes, const std::int64_t* widths, std
       const std::int64_t width = widths[b];
       const std::int8_t *block = codes.blocks[b] + first * width, *p[4];
       for (int j = 0; j < 4; ++j) p[j] = block + r[j] * width;
-      for (std::int64_t d = 0; d < width; d += 64) {
-        const __m512i kh = _mm512_loadu_si512(planes->high[b].data() + d);
-        const __m512i kl = _mm512_loadu_si512(planes->low[b].data() + d);
+      const std::int8_t *kh = planes->high[b].data(), *kl = planes->low[b].data();
+      std::int64_t d = 0;
+      for (; d + 64 <= width; d += 64) {
+        const __m512i high_k = _mm512_loadu_si512(kh + d), low_k = _mm512_loadu_si512(kl + d);
         for (int j = 0; j < 4; ++j) {
-          const __m512i x = _mm512_xor_si512(d + 64 <= width ? _mm512_loadu_si512(p[j] + d) : half_of(p[j] + d), middle);
-          h[j] = _mm512_dpbusd_epi32(h[j], x, kh);
-          l[j] = _mm512_dpbusd_epi32(l[j], x, kl);
+          const __m512i x = _mm512_xor_si512(_mm512_loadu_si512(p[j] + d), middle);
+          h[j] = _mm512_dpbusd_epi32(h[j], x, high_k);
+          l[j] = _mm512_dpbusd_epi32(l[j], x, low_k);
         }
+      }
+      if (d == width) continue;
+      const __m512i high_k = _mm512_loadu_si512(kh + d), low_k = _mm512_loadu_si512(kl + d);
+      for (int j = 0; j < 4; ++j) {  // 32 dimensions; where there are none k is 0
+        const __m512i x = _mm512_xor_si512(half_of(p[j] + d), middle);
+        h[j] = _mm512_dpbusd_epi32(h[j], x, high_k);
+        l[j] = _mm512_dpbusd_epi32(l[j], x, low_k);
       }
     }
     __m256i s[4];
