@@ -133,6 +133,20 @@ class _Strings(Sequence[str]):
         start, stop = self._offsets[row], self._offsets[row + 1]
         return self._utf8[start:stop].tobytes().decode("utf-8", "surrogatepass")
 
+    def at(self, rows: Int64) -> list[str]:
+        """The strings of these rows, sooner than one by one."""
+        tail, mapped = self._tail, self._mapped
+        if not mapped:
+            return [tail[row] for row in rows.tolist()]
+        inside = rows < mapped
+        first = np.where(inside, rows, 0)
+        starts, stops = self._offsets[first].tolist(), self._offsets[first + 1].tolist()
+        utf8 = self._utf8.data
+        return [
+            str(utf8[start:stop], "utf-8", "surrogatepass") if here else tail[row - mapped]
+            for row, here, start, stop in zip(rows.tolist(), inside.tolist(), starts, stops, strict=True)
+        ]
+
     def __iter__(self) -> Iterator[str]:
         for first in range(0, self._mapped, _CHUNK):
             offsets = self._offsets[first : first + _CHUNK + 1]
@@ -394,32 +408,36 @@ class StoreView:
         at = np.fromiter(rows, np.int64)
         storage = self._storage
         further = {name: column.values(at) for name, column in list(storage.attributes.items()) if name[0] != "_"}
-        numbers = zip(
-            at.tolist(),
+        columns = zip(
+            storage.ids.at(at),
+            storage.texts.at(at),
+            storage.sources.at(at),
             storage.positions.buffer[at].tolist(),
             self.importance[at].tolist(),
             self.sequence[at].tolist(),
             strict=True,
         )
-        out = []
-        for i, (row, position, importance, sequence) in enumerate(numbers):
-            source = storage.sources[row]
-            out.append(
-                Fact(
-                    id=storage.ids[row],
-                    text=storage.texts[row],
-                    source=source[1:] if source else None,
-                    position=None if position == _NO_POSITION else position,
-                    importance=importance,
-                    sequence=sequence,
-                    attributes={name: v for name, values in further.items() if (v := values[i]) is not None},
-                )
+        facts = [
+            Fact(
+                id=id,
+                text=text,
+                source=source[1:] if source else None,
+                position=None if position == _NO_POSITION else position,
+                importance=importance,
+                sequence=sequence,
             )
-        return out
+            for id, text, source, position, importance, sequence in columns
+        ]
+        if not further:
+            return facts
+        return [
+            replace(fact, attributes={name: v for name, values in further.items() if (v := values[i]) is not None})
+            for i, fact in enumerate(facts)
+        ]
 
     def sources(self, rows: Iterable[int]) -> list[str | None]:
         """Sources of these rows."""
-        marked = (self._storage.sources[int(row)] for row in rows)
+        marked = self._storage.sources.at(np.fromiter(rows, np.int64))
         return [source[1:] if source else None for source in marked]
 
     def places(self, rows: Iterable[int]) -> list[tuple[str, int] | None]:
