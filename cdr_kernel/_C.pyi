@@ -159,4 +159,11 @@ def scan_measure(
     rebuilt: npt.NDArray[np.float64],
     numbers: npt.NDArray[np.float32],
 ) -> None: ...
+def likely(
+    found: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]],
+    alive: npt.NDArray[np.bool_],
+    importance: npt.NDArray[np.float64],
+    multiplier: npt.NDArray[np.float64] | None,
+    k: int,
+) -> list[tuple[int, npt.NDArray[np.int64]]]: ...
 def read_pass(blocks: tuple[npt.NDArray[Any], ...]) -> int: ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class KeptRows:
     overlap: npt.NDArray[np.int32] | None = None
     generation: Generation | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the arrays that are kept."""
         return self.rows.nbytes + sum(

@@ -17,7 +17,7 @@ from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PEN
 from cdr_kernel.evidence import Asked, ask
 from cdr_kernel.kept import KeptRows
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.score import best_first, cdr_score, check_k
+from cdr_kernel.score import Factors, Scores, best_first, cdr_score, check_k, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
 from cdr_kernel.task import Feedback, SessionState
@@ -205,10 +205,24 @@ def rank_many(
     columns = [each.columns for each in asked]
     by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
     found = retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
-    return [
-        Question(*each, retriever, view).ranking(k, factors)
-        for each in zip(sessions, states, asked, found, strict=True)
-    ]
+    questions = [Question(*each, retriever, view) for each in zip(sessions, states, asked, found, strict=True)]
+    return [each.ranking(k, factors) for each in _with_likely(questions, view, factors, k)]
+
+
+def _with_likely(questions: list[Question], view: StoreView, factors: Float64 | None, k: int | None) -> list[Question]:
+    """The same; what may be among the k best is known, in one call, of those that score by the scan's relevance."""
+    plain, found = [], []
+    for i, each in enumerate(questions):
+        kept = each.kept
+        if each.by_relevance_alone and kept.low is not None and kept.high is not None:
+            plain.append(i)
+            found.append((kept.rows, kept.low, kept.high))
+    if k is None or not plain:
+        return questions
+    out = list(questions)
+    for i, likely in zip(plain, _C.likely(found, view.alive, view.importance, factors, k), strict=True):
+        out[i] = replace(out[i], likely=likely)
+    return out
 
 
 @dataclass(frozen=True)
@@ -221,6 +235,20 @@ class Question:
     kept: KeptRows
     retriever: Retriever
     view: StoreView
+    likely: tuple[int, Int64] | None = None
+    """How many of the kept rows are alive, and the positions of those that may be among the k best, if known."""
+
+    @property
+    def by_relevance_alone(self) -> bool:
+        """Whether a score is importance x multiplier x relevance, and nothing is left out."""
+        columns, guard = self.asked.columns, self.state.guard
+        return (
+            columns.coverage is None
+            and len(columns.residual) == 0
+            and self.session.calibrated is None
+            and not (self.session.exclude_packed and self.state.packed)
+            and (guard is None or len(guard) == 0)
+        )
 
     def ranking(self, k: int | None, factors: Float64 | None) -> Ranking:
         """The k best (all for None)."""
@@ -231,6 +259,8 @@ class Question:
 
     def counted(self, k: int | None, factors: Float64 | None) -> tuple[Ranking, int, int]:
         """The k best (all for None), how many facts passed the gate, and how many of them were never packed."""
+        if self.likely is not None:
+            return self._of_likely(*self.likely, k, factors)
         view, parts = self.view, self.session.calibrated
         kept, guard = self.kept, self.state.guard
         if guard is not None:
@@ -264,26 +294,46 @@ class Question:
             ngram_overlap=overlap[chosen],
         )
         best = best_first(scores.score, scores.rows, k)
-        at = chosen[best]
-        ranking = Ranking(
-            facts=tuple(view.facts(scores.rows[best])),
-            score=scores.score[best],
-            score_without_guard=scores.score_without_guard[best],
-            relevance=scores.relevance[best],
-            coverage=scores.coverage[best],
-            residual_pull=scores.residual_pull[best],
-            novelty=scores.novelty[best],
-            ngram_overlap=overlap[at],
-            importance=importance[at],
-            multiplier=np.ones(len(at)) if multiplier is None else multiplier[at],
-            qualified=len(rows),
-            guard_activations=int(np.count_nonzero(overlap)),
-            coverage_depth=len(self.state.coverage),
-            store_version=view.version,
-        )
+        given = Factors(importance, multiplier, overlap).take(chosen[best])
+        ranking = self._ranked(scores.take(best), given, len(rows), int(np.count_nonzero(overlap)))
         if parts is not None:
             ranking = self._by_sub_query(ranking, scores.rows[best], new / passed if passed else None)
         return ranking, passed, new
+
+    def _of_likely(
+        self, passed: int, positions: Int64, k: int | None, factors: Float64 | None
+    ) -> tuple[Ranking, int, int]:
+        """What `counted` says, where all that may be among the k best is known."""
+        view, rows = self.view, self.kept.rows[positions]
+        guard = self.state.guard  # empty, but it refuses a store of other tokens
+        overlap = np.zeros(len(rows), np.int32) if guard is None else guard.overlap_rows(view.tokens, rows)
+        given = Factors(view.importance[rows], None if factors is None else factors[rows], overlap)
+        if given.importance is not None and given.multiplier is not None:
+            check_product(given.importance, given.multiplier)
+        scores = passing_scores(view.blocks, view.squared_norms, rows, self.asked.columns, given)
+        best = best_first(scores.score, rows, k)
+        return self._ranked(scores.take(best), given.take(best), passed, 0), passed, passed
+
+    def _ranked(self, scores: Scores, given: Factors, qualified: int, guard_activations: int) -> Ranking:
+        """The ranking of these facts, best first."""
+        assert given.importance is not None
+        assert given.ngram_overlap is not None
+        return Ranking(
+            facts=tuple(self.view.facts(scores.rows)),
+            score=scores.score,
+            score_without_guard=scores.score_without_guard,
+            relevance=scores.relevance,
+            coverage=scores.coverage,
+            residual_pull=scores.residual_pull,
+            novelty=scores.novelty,
+            ngram_overlap=given.ngram_overlap,
+            importance=given.importance,
+            multiplier=np.ones(len(scores)) if given.multiplier is None else given.multiplier,
+            qualified=qualified,
+            guard_activations=guard_activations,
+            coverage_depth=len(self.state.coverage),
+            store_version=self.view.version,
+        )
 
     def _by_sub_query(self, ranking: Ranking, rows: Int64, new_share: float | None) -> Ranking:
         """The ranking of these rows with what the calibrated mode's packing and exits go by."""

@@ -76,6 +76,13 @@ def check_k(k: int | None) -> None:
         raise ValueError(f"k: expected at least 0, got {k}")
 
 
+def check_product(importance: Float64, multiplier: Float64) -> None:
+    """Raises ValueError where a product of the two is not finite."""
+    with np.errstate(over="ignore"):
+        if not np.isfinite(importance * multiplier).all():
+            raise ValueError("multiplier: importance times multiplier is not finite")
+
+
 def available_impls(device: Any = "cpu") -> tuple[str, ...]:
     """The implementations that ``impl=`` takes here for data on this device, the default first."""
     default = _default(device)
@@ -241,9 +248,8 @@ def cdr_score(
     of_store = resident is not None and importance is None
     weights = resident.importance if of_store and resident else factor(importance, count, "importance")
     factors = factor(multiplier, count, "multiplier")
-    with np.errstate(over="ignore"):
-        if weights is not None and factors is not None and not np.isfinite(weights * factors).all():
-            raise ValueError("multiplier: importance times multiplier is not finite")
+    if weights is not None and factors is not None:
+        check_product(weights, factors)
 
     overlaps = _overlaps(ngram_overlap, len(sessions), count)
     each = [Factors(weights, factors, overlap) for overlap in overlaps]
@@ -311,17 +317,13 @@ def _resident(embeddings: Any, rows: Any) -> DeviceView | None:
     return view if rows is None else view.narrow(_index(rows, view.rows))
 
 
-def _exact(
-    blocks: Blocks, squared_norms: Float64, rows: Int64, c: Columns, factors: Factors, k: int | None
-) -> tuple[Scores, Int64]:
-    """The exact scores of those of rows that pass, and their positions in rows; with k the best only."""
-    passing = _C.gate_rows(blocks, squared_norms, c.compiled, rows)
-    factors = factors.take(passing)
+def passing_scores(blocks: Blocks, squared_norms: Float64, rows: Int64, c: Columns, factors: Factors) -> Scores:
+    """The exact scores of rows of which it is known that they pass."""
     values = _C.score_rows(
         blocks,
         squared_norms,
         c.compiled,
-        rows[passing],
+        rows,
         factors.importance,
         factors.multiplier,
         factors.ngram_overlap,
@@ -330,7 +332,16 @@ def _exact(
         NGRAM_PENALTY_STEP,
         NGRAM_PENALTY_CAP,
     )
-    scores = Scores(rows[passing], *values)
+    return Scores(rows, *values)
+
+
+def _exact(
+    blocks: Blocks, squared_norms: Float64, rows: Int64, c: Columns, factors: Factors, k: int | None
+) -> tuple[Scores, Int64]:
+    """The exact scores of those of rows that pass, and their positions in rows; with k the best only."""
+    passing = _C.gate_rows(blocks, squared_norms, c.compiled, rows)
+    factors = factors.take(passing)
+    scores = passing_scores(blocks, squared_norms, rows[passing], c, factors)
     if k is None:
         return scores, passing
     best = best_first(scores.score, scores.rows, k)

@@ -603,6 +603,34 @@ Array<std::int64_t> top(const Codes& codes, const py::tuple& blocks, const Array
   return ngram_binding::take(std::move(found));
 }
 
+using Found = std::tuple<Array<std::int64_t>, Floats, Floats>;
+
+py::list likely(const std::vector<Found>& found, const Array<bool>& alive, const Array<double>& importance,
+                const std::optional<Array<double>>& multiplier, std::int64_t k) {
+  const std::int64_t n = alive.ndim() == 1 ? alive.shape(0) : -1;
+  expect(importance.ndim() == 1 && importance.shape(0) == n, "alive, importance: expected one entry per row");
+  const double* factors = optional_data(multiplier, n, "multiplier");
+  expect(k >= 0, "k: expected at least 0");
+  std::vector<cdr::scan::Bounded> all;
+  for (const auto& [rows, low, high] : found) {
+    const std::int64_t m = check_index(rows, n);
+    expect(low.ndim() == 1 && low.shape(0) == m && high.ndim() == 1 && high.shape(0) == m,
+           "low, high: expected one entry per row found");
+    all.push_back({rows.data(), low.data(), high.data(), m});
+  }
+  const std::uint8_t* live = reinterpret_cast<const std::uint8_t*>(alive.data());
+  const double* weights = importance.data();
+  std::vector<cdr::scan::Likely> chosen;
+  {
+    py::gil_scoped_release release;
+    chosen = cdr::scan::likely(all, live, weights, factors, k);
+  }
+  py::list out;
+  for (cdr::scan::Likely& each : chosen)
+    out.append(py::make_tuple(each.living, ngram_binding::take(std::move(each.positions))));
+  return out;
+}
+
 std::uint64_t read_pass(const py::tuple& blocks) {
   const cdr::Rows rows = rows_from(blocks);
   py::gil_scoped_release release;
@@ -647,6 +675,11 @@ void bind_scan(py::module_& m) {
   m.def("scan_measure", &sb::measure, py::arg("blocks"), py::arg("squared_norms"), py::arg("rotation"),
         py::arg("first"), py::arg("alpha"), py::arg("rebuilt"), py::arg("numbers").noconvert(),
         "Fills rho: how far rebuilt, the decoded rows rotated back, may be from the unit rows.");
+  m.def("likely", &sb::likely, py::arg("found"), py::arg("alive"), py::arg("importance"), py::arg("multiplier"),
+        py::arg("k"),
+        "For each (rows, low, high) of threshold_bounds(): how many of the rows are alive, and the positions in them, "
+        "int64 ascending, that may hold the k best by importance * multiplier * max(relevance, 0) and what ties with "
+        "them. alive, importance, multiplier (None: 1): by row.");
   m.def("read_pass", &sb::read_pass, py::arg("blocks"),
         "Reads all rows once with all threads: the time to beat. The sum of their 64-bit words.");
 }

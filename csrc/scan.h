@@ -21,8 +21,10 @@
 //   stage 3:          q.u = c0 + s r <c, k> +- (rho + e).
 // Stage 1 only rejects; stages 2 and 3 reject or accept; then the stored row is asked.
 //
-// Many queries at once (a screen of them together, then stage 3): the bounds of stages 1 and 2 with integers k' of 7
-// bits, a step s_b for each block b, eps_b >= |z_b - s_b k'_b|, and sum r |c_b| eps_b in place of alpha eps.
+// Many queries at once (a screen of them together, then stage 3): the bound of stage 2 with integers k' of 7 or 8 bits,
+// a step s_g for each grain g of 32 dimensions, s_g = 2^j_g s for the last one's s, so that sum 2^j_g <c, k'>_g is one
+// integer; with eps >= |z_2 - s_g k'|, z_2 the first two blocks of z, |(z_2 - s_g k').a| <= eps r |c_2| in place of
+// alpha eps.
 //
 // Rounding. The integer sums are exact: s is chosen so that 127 sum |k| < 2^31. All else is float64:
 //   - u, d, |u - d|: at most (D + 16) 2^-52 (1 + |m| + F W alpha) per row, F the Frobenius norm of V (it bounds
@@ -33,7 +35,8 @@
 //   - the number that the exact routine computes is off by (D + 8) 2^-52 from q.u, plus 1e-200 for underflow.
 //   The third and the fourth are the slack, taken four times as large as needed.
 //   - the screen of many queries compares in float32, ten operations: off by at most 10 2^-24 of rho + beta zeta, of
-//     alpha |s k'| and alpha eps, and of the gate. The first is taken 2^-18 larger, the gate that of the rest lower.
+//     alpha |s_g k'| and alpha eps, and of the gate. The first is taken 2^-18 larger, the gate that of the rest lower;
+//     a fused multiply-add only leaves out roundings.
 // A gate on scale * q.u + shift is put on q.u, -q for a negative scale, and widened by the rounding of both sides.
 #pragma once
 
@@ -118,6 +121,22 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
 std::vector<std::int64_t> top(const Index& index, const Rows& rows, const double* squared_norms,
                               const std::int64_t* candidates, std::int64_t n, const std::uint8_t* alive,
                               const Columns& columns, const Factors& factors, const Limits& limits, std::int64_t k);
+
+struct Bounded {  // rows that a scan found, and bounds of their relevance
+  const std::int64_t* rows;
+  const float *low, *high;
+  std::int64_t n;
+};
+struct Likely {
+  std::int64_t living = 0;              // how many of the rows are alive
+  std::vector<std::int64_t> positions;  // in them, ascending: the k best of the living and whatever ties with them
+};
+
+// For each of all, where a score is importance * multiplier * max(relevance, 0): as it is where nothing is covered,
+// nothing pulls and nothing was written. The bounds go through these very products, and rounding keeps order.
+// importance, multiplier (null: 1): by row, >= 0.
+std::vector<Likely> likely(const std::vector<Bounded>& all, const std::uint8_t* alive, const double* importance,
+                           const double* multiplier, std::int64_t k);
 
 // The time to beat: reads every byte of the rows once with all threads. Returns the sum of their 64-bit words.
 std::uint64_t read_pass(const Rows& rows);

@@ -1,6 +1,8 @@
 // threshold(): which rows pass a gate, one block of rows after the other, for one set of columns or for many.
 #include <algorithm>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -17,13 +19,15 @@ constexpr std::int64_t kUnit = 8192;  // rows in one unit of work
 
 std::vector<Found> threshold(const Index& index, const Rows& rows, const double* squared_norms,
                              const std::uint8_t* alive, const std::vector<const Columns*>& columns, bool bounds) {
+  std::vector<std::optional<Request>> made(columns.size());
+  parallel_for(columns.size(), [&](std::size_t i) { made[i].emplace(index, rows, *columns[i]); });
   std::vector<Request> requests;
   requests.reserve(columns.size());
   std::size_t gates = 0, most_gates = 0;
-  for (const Columns* c : columns) {
-    requests.emplace_back(index, rows, *c);
-    most_gates = std::max(most_gates, requests.back().gates.size());
-    gates += requests.back().gates.size();
+  for (std::optional<Request>& request : made) {
+    gates += request->gates.size();
+    most_gates = std::max(most_gates, request->gates.size());
+    requests.push_back(std::move(*request));
   }
   // Units never cross from one run of codes to the next, nor into the tail.
   struct Unit {
@@ -76,7 +80,7 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
     }
   });
   std::vector<Found> out(sets);
-  for (std::size_t s = 0; s < sets; ++s) {
+  parallel_for(sets, [&](std::size_t s) {
     std::size_t total = 0;
     for (std::size_t u = 0; u < work.size(); ++u) total += parts[u * sets + s].rows.size();
     out[s].rows.reserve(total);
@@ -88,7 +92,7 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
       out[s].low.insert(out[s].low.end(), part.low.begin(), part.low.end());
       out[s].high.insert(out[s].high.end(), part.high.begin(), part.high.end());
     }
-  }
+  });
   return out;
 }
 

@@ -6,12 +6,13 @@ import gc
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
 from test_rank import agree, truth, world
 
-from cdr_kernel import FactStore, Retriever, WindowReport, cdr_rank, rank_many
+from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, cdr_score, rank_many
 from cdr_kernel.kept import RowCache
 from cdr_kernel.scan import ScanIndex
 
@@ -74,7 +75,7 @@ def test_many_rows_are_looked_at_by_their_codes_and_few_are_kept_with_their_cosi
     monkeypatch.setattr(RowCache, "with_values", lambda *_: pytest.fail("read the stored rows"))
     many = cdr_rank(query, retriever, session, k=5)
     assert many.qualified > 20
-    assert retriever.cache.nbytes == bare
+    assert retriever.cache.nbytes == bare // 16 * 20  # the same rows with their bounds, and n-gram counts
     monkeypatch.undo()
     same(cdr_rank(query, retriever, session, k=5), many)
     assert retriever.cache.nbytes > bare
@@ -271,3 +272,39 @@ def test_the_bounds_of_a_scan_choose_the_best(guarded):
             batch = rank_many(asked, retriever, [session] * len(asked), k=k, multiplier=multiplier)
             for q, ranking in zip(asked, batch, strict=True):
                 same(ranking, cdr_rank(q, Retriever(store), session, k=k, multiplier=multiplier))
+
+
+@pytest.mark.parametrize("guard", [None, False])
+@pytest.mark.parametrize("factors", [True, False])
+def test_a_batch_of_first_windows_on_codes(guard, factors):
+    r = np.random.default_rng(31)
+    n, dim = 3000, 24
+    x = r.standard_normal((n, dim))
+    x[r.integers(0, n, 300)] = x[7]  # ties
+    store = FactStore(dim, embedding_model="m1")
+    ids = [f"f{i}" for i in range(n)]
+    importance = r.choice([0.0, 0.5, 1.0], n)
+    store.add(ids, [f"text of fact {i} as it was put into the store" for i in range(n)], x, importance=importance)
+    retriever = Retriever(store)
+    retriever.prepare()
+    queries = [x[7] + 0.3 * r.standard_normal(dim), *r.standard_normal((6, dim))]
+    subs = [SubQuery("a", "A", "", r.standard_normal(dim))]
+    multiplier = r.choice([0.0, 1.0, 2.0], n) if factors else None
+    for removed in ((), ids[3:900:2]):
+        store.remove(removed)
+        view = store.view()
+        alive = np.flatnonzero(view.alive)
+        given = None if multiplier is None else multiplier[alive]
+        for k in (0, 5, 400, 5000):
+            sessions = [Session(subs, embedding_model="m1", min_relevance=0.1, guard=guard) for _ in queries]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # fewer than k pass
+                rankings = rank_many(queries, retriever, sessions, k=k, multiplier=given)
+            for query, session, ranking in zip(queries, sessions, rankings, strict=True):
+                columns = session.columns(query)
+                arguments = {"importance": view.importance[alive], "multiplier": given, "rows": alive}
+                want = cdr_score(view.blocks, columns, k=k, **arguments)
+                assert ranking.ids == [ids[row] for row in want.rows]
+                assert ranking.score.tobytes() == want.score.tobytes()
+                assert ranking.qualified == len(cdr_score(view.blocks, columns, **arguments))
+                assert ranking.guard_activations == 0

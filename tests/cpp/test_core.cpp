@@ -786,10 +786,61 @@ struct Coded {
   }
 };
 
+void scan_says_what_may_be_best() {
+  Random random(23);
+  for (const std::int64_t n : {0, 1, 40, 700}) {
+    std::vector<std::int64_t> rows;
+    std::vector<float> low, high;
+    std::vector<double> exact, importance(static_cast<std::size_t>(3 * n)), multiplier(importance.size());
+    std::vector<std::uint8_t> alive(importance.size());
+    for (std::size_t i = 0; i < importance.size(); ++i) {
+      importance[i] = random.unit() < 0.1 ? 0.0 : random.unit();
+      multiplier[i] = random.unit();
+      alive[i] = random.unit() < 0.8;
+    }
+    for (std::int64_t i = 0; i < n; ++i) {
+      const double relevance = std::round(20.0 * random.centred()) / 20.0;  // with ties, some below zero
+      rows.push_back(3 * i + 1);
+      exact.push_back(relevance);
+      low.push_back(static_cast<float>(relevance - 0.02 * random.unit()));
+      high.push_back(static_cast<float>(relevance + 0.02 * random.unit()));
+    }
+    for (const bool factors : {false, true})
+      for (const std::int64_t k : {0, 1, 7, 600}) {
+        const auto found = sc::likely({{rows.data(), low.data(), high.data(), n}, {nullptr, nullptr, nullptr, 0}},
+                                      alive.data(), importance.data(), factors ? multiplier.data() : nullptr, k);
+        CHECK(found.size() == 2 && found[1].living == 0 && found[1].positions.empty());
+        std::vector<double> scores;
+        const auto score = [&](std::int64_t i) {
+          const std::size_t row = static_cast<std::size_t>(rows[static_cast<std::size_t>(i)]);
+          const double strength = factors ? importance[row] * multiplier[row] : importance[row];
+          return strength * std::max(exact[static_cast<std::size_t>(i)], 0.0);
+        };
+        for (std::int64_t i = 0; i < n; ++i)
+          if (alive[static_cast<std::size_t>(rows[static_cast<std::size_t>(i)])]) scores.push_back(score(i));
+        CHECK(found[0].living == static_cast<std::int64_t>(scores.size()));
+        std::sort(scores.rbegin(), scores.rend());
+        const std::vector<std::int64_t>& kept = found[0].positions;
+        CHECK(std::is_sorted(kept.begin(), kept.end()));
+        for (const std::int64_t i : kept) CHECK(alive[static_cast<std::size_t>(rows[static_cast<std::size_t>(i)])]);
+        if (k == 0 || scores.empty()) {
+          CHECK(kept.empty());
+          continue;
+        }
+        const double least = scores[std::min(scores.size(), static_cast<std::size_t>(k)) - 1];
+        for (std::int64_t i = 0; i < n; ++i) {
+          const bool lives = alive[static_cast<std::size_t>(rows[static_cast<std::size_t>(i)])];
+          if (lives && score(i) >= least) CHECK(std::binary_search(kept.begin(), kept.end(), i));
+        }
+        if (n == 700 && k == 1) CHECK(kept.size() < 100);
+      }
+  }
+}
+
 void scan_finds_what_the_exact_routine_finds() {
   Random random(17);
   int passing = 0;
-  for (const std::int64_t dim : {1, 7, 32, 63, 64, 65, 100, 130, 200}) {
+  for (const std::int64_t dim : {1, 7, 32, 63, 64, 65, 100, 130, 200, 330}) {
     const cdr::DType dtype = kTypes[dim % 3];
     const std::int64_t n = 90, coded = 70;  // the last rows have no codes
     const Matrix m(dtype, dim, {40, 50}, [&] { return random.centred(); });
@@ -1002,6 +1053,7 @@ const Test kTests[] = {
     TEST(ngram_rows_are_taken_as_they_are),
     TEST(ngram_texts_fall_into_tokens),
     TEST(ngram_damaged_offsets_are_found),
+    TEST(scan_says_what_may_be_best),
     TEST(scan_finds_what_the_exact_routine_finds),
     TEST(pool_calls_every_block_once),
     TEST(pool_writes_are_there_when_it_returns),
