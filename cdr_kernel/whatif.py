@@ -1,7 +1,7 @@
 """A window's question asked again with one thing changed: what `explain` is made of.
 
-A `Question` is one fact in one ranking of a session; a `WhatIf` changes a number of the fact, the envelope or the state, and
-says whether the fact is packed then. Scores come from the exact routine, envelopes from `pack_facts`.
+A `Question` is one fact in one ranking of a session; a `WhatIf` changes a number of the fact, the envelope or the
+state, and says whether the fact is packed then. Scores come from the exact routine, envelopes from `pack_facts`.
 """
 
 from __future__ import annotations
