@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gate-on", choices=GATES_ON, help="best column or query (best)")
     p.add_argument("--lexical", type=float, help="weight of the words (.25)")
     p.add_argument("--feedback", type=float, help="weight of the task's own direction (.4)")
-    p.add_argument("--source", type=float, help="weight of a fact's document, in place of --feedback (0)")
+    p.add_argument("--lexical-feedback", type=float, help="weight of that direction in words (.5)")
+    p.add_argument("--source", type=float, help="weight of a fact's document, in place of both feedbacks (0)")
     p.add_argument("--need-floor", type=float, help="(.35)")
     p.add_argument("--packed-penalty", type=float, help="(1)")
     p.add_argument("--centred-coverage", action="store_true", default=None)
@@ -62,6 +63,7 @@ def settings(a: argparse.Namespace) -> dict[str, Any]:
         "gate_on": a.gate_on,
         "lexical_weight": a.lexical,
         "feedback_weight": a.feedback,
+        "lexical_feedback_weight": a.lexical_feedback,
         "source_weight": a.source,
         "need_floor": a.need_floor,
         "packed_penalty": a.packed_penalty,

@@ -92,6 +92,9 @@ FEEDBACK_WEIGHT: Final = 0.4
 FEEDBACK_FACTS: Final = 5
 """Facts per sub-query that make that direction."""
 
+LEXICAL_FEEDBACK_WEIGHT: Final = 0.5
+"""Share of the z-score of the words that these facts have above the store's mean."""
+
 NEED_FLOOR: Final = 0.35
 """What a sub-query keeps of its need, however well it is covered."""
 

@@ -9,6 +9,7 @@ retriever. `reference.calibrated_rank` says the same plainly.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -19,14 +20,14 @@ from cdr_kernel.arrays import Float64, Int64, as_vector
 from cdr_kernel.calibrate import Calibration
 from cdr_kernel.columns import RESIDUAL, Addend, Columns, coverage_centroid
 from cdr_kernel.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
-from cdr_kernel.lexical import SparseSums, WordCounts
+from cdr_kernel.lexical import SparseSums, WordCounts, above_mean, words
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import best_first
 from cdr_kernel.session import Session
 from cdr_kernel.store import StoreView
 from cdr_kernel.task import Calibrated, Feedback, SessionState
 
-_TASKS_KEPT = 8
+_TASKS_KEPT = 16  # each under two names
 _CHUNK = 65536
 
 
@@ -43,8 +44,8 @@ class Asked:
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """Of one task in one version of the facts, wherever they are. units [S, D]: the sub-queries; scale, shift [S]: of
-    z; word_scale, word_shift [S]: of the BM25 of `texts`, whose words have these counts, weight included; feedback: of
-    a session that has none yet."""
+    z; word_scale, word_shift [S]: of the BM25 of `texts`, whose words have these counts, weight included; feedback: the
+    session's, or what it will be; shared_scale, shared_shift: of its words, which have shared_counts."""
 
     units: Float64
     scale: Float64
@@ -54,7 +55,13 @@ class Evidence:
     word_scale: Float64
     word_shift: Float64
     feedback: Feedback | None = None
+    shared_counts: WordCounts | None = None
+    shared_scale: float = 0.0
+    shared_shift: float = 0.0
 
+
+Terms: TypeAlias = "tuple[tuple[str, float], ...]"
+"""Words as `lexical.words` leaves them, each with a weight."""
 
 Addends: TypeAlias = "tuple[tuple[Int64, Float64] | None, ...]"
 """What words and documents add to each sub-query's column: (rows, values)."""
@@ -77,6 +84,15 @@ class Facts(Protocol):
 
     def vectors(self, ids: tuple[str, ...]) -> Float64:
         """Unit vectors [M, D] of those of these facts that are there, by sequence."""
+
+    def texts(self, ids: tuple[str, ...]) -> list[str]:
+        """Texts of those of these facts that are there, by sequence."""
+
+    def term_counts(self, terms: tuple[str, ...]) -> WordCounts:
+        """``word_counts`` of single words."""
+
+    def term_sums(self, asked: tuple[Terms, ...], counts: WordCounts) -> list[SparseSums]:
+        """Of the weighted BM25 of each over all facts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +119,15 @@ class _Here:
     def vectors(self, ids: tuple[str, ...]) -> Float64:
         return unit_rows(self.view, rows_of(self.view, ids))
 
+    def texts(self, ids: tuple[str, ...]) -> list[str]:
+        return self.view.texts(rows_of(self.view, ids).tolist())
+
+    def term_counts(self, terms: tuple[str, ...]) -> WordCounts:
+        return self.retriever.lexical.term_counts(self.view, terms)
+
+    def term_sums(self, asked: tuple[Terms, ...], counts: WordCounts) -> list[SparseSums]:
+        return term_sums(self.retriever, self.view, asked, counts)
+
 
 def ask(query: Any, retriever: Retriever, session: Session, state: SessionState, view: StoreView) -> Asked:
     """The columns of a session for its next window; in mode "spec" those of `Session.columns`.
@@ -114,7 +139,7 @@ def ask(query: Any, retriever: Retriever, session: Session, state: SessionState,
     if parts is None:
         return Asked(session.columns(query, state=state), slice(0, 0), None)
     facts = _Here(retriever, view)
-    evidence, addends = _kept(retriever, session, parts, view, facts)
+    evidence, addends = _kept(retriever, session, parts, view, facts, state.feedback)
     return asked(query, session, state, facts, view.dim, evidence, addends)
 
 
@@ -134,14 +159,9 @@ def asked(
     if session.dim != dim:
         raise ValueError(f"query: expected dimension {dim} (that of the store), got {session.dim}")
     calibration = facts.calibration()
-    held = state.feedback
-    feedback = evidence.feedback if held is None else held
-    if feedback is not None and feedback.direction is None:
-        again = _direction(facts.vectors(feedback.fact_ids), calibration)
-        feedback = Feedback(feedback.fact_ids, again)
-
+    feedback = evidence.feedback
     vectors, scale = evidence.scale[:, None] * evidence.units, evidence.scale
-    shift = evidence.shift + evidence.word_shift
+    shift = evidence.shift + evidence.word_shift + evidence.shared_shift
     direction = None if feedback is None or parts.source_weight else feedback.direction
     length = 0.0 if direction is None else float(np.linalg.norm(direction))
     if direction is not None and length > NO_DEVIATION:
@@ -183,17 +203,32 @@ def column_addends(addends: Addends, gates: int = 0) -> Addend:
 
 
 def _kept(
-    retriever: Retriever, session: Session, parts: Calibrated, view: StoreView, facts: Facts
+    retriever: Retriever,
+    session: Session,
+    parts: Calibrated,
+    view: StoreView,
+    facts: Facts,
+    held: Feedback | None,
 ) -> tuple[Evidence, Addends]:
     """The evidence and what it adds to single rows, from the retriever where it has it."""
-    weights = (parts.lexical_weight, parts.feedback_weight, parts.source_weight)
-    key = (session.task_key, *weights, view.version, view.selection)
-    found: tuple[Evidence, Addends] | None = retriever.evidence.get(key)
+    version = (view.version, view.selection)
+    found: tuple[Evidence, Addends] | None = retriever.evidence.get((*task_of(session, parts, held), *version))
     if found is None:
-        evidence = gathered(session, parts, facts)
+        evidence = gathered(session, parts, facts, held)
         found = evidence, addends_of(evidence, parts, retriever, view)
-        keep(retriever, key, found)
+        for each in (held, evidence.feedback):  # a later window holds what this one found
+            keep(retriever, (*task_of(session, parts, each), *version), found)
     return found
+
+
+def task_of(session: Session, parts: Calibrated, held: Feedback | None) -> tuple[Any, ...]:
+    """What tells the evidence of one task from that of another in the same version of the facts."""
+    weights = (parts.lexical_weight, parts.feedback_weight, parts.lexical_feedback_weight, parts.source_weight)
+    if held is None:
+        return (session.task_key, *weights, "")
+    direction = b"" if held.direction is None else held.direction.tobytes()
+    digest = hashlib.sha256(repr((held.fact_ids, held.words)).encode("utf-8", "surrogatepass") + direction)
+    return (session.task_key, *weights, digest.hexdigest())
 
 
 def keep(retriever: Retriever, key: Any, found: Any) -> None:
@@ -204,8 +239,8 @@ def keep(retriever: Retriever, key: Any, found: Any) -> None:
         kept.pop(old, None)
 
 
-def gathered(session: Session, parts: Calibrated, facts: Facts) -> Evidence:
-    """The evidence of a session's task."""
+def gathered(session: Session, parts: Calibrated, facts: Facts, held: Feedback | None = None) -> Evidence:
+    """The evidence of a session's task; held: the session's feedback, if it has one."""
     subs = np.stack([item.embedding for item in session.sub_queries])
     units = subs / np.linalg.norm(subs, axis=1, keepdims=True)
     calibration = facts.calibration()
@@ -218,16 +253,63 @@ def gathered(session: Session, parts: Calibrated, facts: Facts) -> Evidence:
         z = [sums.z(calibration.count) for sums in facts.word_sums(texts, counts)]
         word_scale, word_shift = parts.lexical_weight * np.array(z).T
     evidence = Evidence(units, scale, shift, texts, counts, word_scale, word_shift)
-    if not calibration.count or parts.source_weight or not parts.feedback_weight:
+    if held is None:
+        unused = parts.source_weight or not (parts.feedback_weight or parts.lexical_feedback_weight)
+        if unused or not calibration.count:
+            return evidence
+        ids, vectors = facts.best(evidence)
+        held = _feedback(parts, facts, calibration, ids, vectors)
+    elif held.direction is None or held.words is None:
+        held = _feedback(parts, facts, calibration, held.fact_ids, facts.vectors(held.fact_ids))
+    evidence = replace(evidence, feedback=held)
+    if not held.words or parts.source_weight or not calibration.count:
         return evidence
-    ids, vectors = facts.best(evidence)
-    return replace(evidence, feedback=Feedback(ids, _direction(vectors, calibration)))
+    counts = facts.term_counts(tuple(term for term, _ in held.words))
+    (sums,) = facts.term_sums((held.words,), counts)
+    scale, moved = sums.z(calibration.count)
+    weight = parts.lexical_feedback_weight
+    return replace(evidence, shared_counts=counts, shared_scale=weight * scale, shared_shift=weight * moved)
+
+
+def _feedback(
+    parts: Calibrated, facts: Facts, calibration: Calibration, ids: tuple[str, ...], vectors: Float64
+) -> Feedback:
+    """Of these facts, of which those that are still there have these unit vectors."""
+    found: Terms = ()
+    if parts.lexical_feedback_weight and len(vectors):
+        texts = [words(text) for text in facts.texts(ids)]
+        terms = tuple(sorted({term for text in texts for term in text}))
+        counts = facts.term_counts(terms)
+        sums = facts.term_sums(tuple(((term, 1.0),) for term in terms), counts)
+        found = above_mean(texts, terms, counts, sums)
+    return Feedback(ids, _direction(vectors, calibration), found)
 
 
 def addends_of(evidence: Evidence, parts: Calibrated, retriever: Retriever, view: StoreView) -> Addends:
     """What words and documents add to rows of this view."""
     addends = word_addends(evidence, retriever, view)
-    return _with_sources(evidence, addends, parts.source_weight, view) if parts.source_weight else addends
+    if parts.source_weight:
+        return _with_sources(evidence, addends, parts.source_weight, view)
+    if evidence.shared_counts is None or evidence.feedback is None or not evidence.shared_scale:
+        return addends
+    rows, values = retriever.lexical.weighted(view, evidence.feedback.words or (), evidence.shared_counts)
+    shared = np.zeros(view.rows)
+    shared[rows] = evidence.shared_scale * values
+    return tuple(_plus(pair, shared) for pair in addends)
+
+
+def _plus(pair: tuple[Int64, Float64] | None, dense: Float64) -> tuple[Int64, Float64]:
+    """An addend and a number for every row."""
+    total = dense.copy()
+    if pair is not None:
+        total[pair[0]] += pair[1]
+    rows = np.flatnonzero(total)
+    return rows, total[rows]
+
+
+def term_sums(retriever: Retriever, view: StoreView, asked: tuple[Terms, ...], counts: WordCounts) -> list[SparseSums]:
+    """The sums of each one's weighted BM25 over the rows of this view."""
+    return [SparseSums.of(retriever.lexical.weighted(view, terms, counts)[1]) for terms in asked]
 
 
 def word_sums(retriever: Retriever, view: StoreView, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
@@ -300,20 +382,20 @@ def rows_of(view: StoreView, ids: tuple[str, ...]) -> Int64:
     return np.array(sorted(rows), np.int64)
 
 
-def _with_sources(evidence: Evidence, words: Addends, weight: float, view: StoreView) -> Addends:
+def _with_sources(evidence: Evidence, in_words: Addends, weight: float, view: StoreView) -> Addends:
     """The addends with what a fact's document adds to every column."""
     alive = np.flatnonzero(view.alive)
     places = view.places(alive.tolist())
     known = np.array([place is not None for place in places], np.bool_)
     rows = alive[known]
     if not len(rows):
-        return words
+        return in_words
     names = [place[0] for place in places if place is not None]
     positions = np.array([place[1] for place in places if place is not None])
     _, source = np.unique(np.array(names, object), return_inverse=True)
     order = np.lexsort((rows, positions, source))
     rows, source = rows[order], source[order]
-    x = np.concatenate([_values(evidence, words, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)])
+    x = np.concatenate([_values(evidence, in_words, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)])
     near, total = np.zeros_like(x), np.zeros(len(rows))
     for distance in range(1, SOURCE_REACH + 1):
         first = np.flatnonzero(source[:-distance] == source[distance:])  # empty where there are fewer facts
@@ -326,13 +408,10 @@ def _with_sources(evidence: Evidence, words: Addends, weight: float, view: Store
     prior = (np.bincount(source, x.max(1)) + np.bincount(source, x.mean(1))) / facts
     more = weight * (near / np.maximum(1.0, total)[:, None] + prior[source][:, None])
     addends = []
-    for j, pair in enumerate(words):
+    for j, pair in enumerate(in_words):
         dense = np.zeros(view.rows)
         dense[rows] = more[:, j]
-        if pair is not None:
-            dense[pair[0]] += pair[1]
-        at = np.flatnonzero(dense)
-        addends.append((at, dense[at]))
+        addends.append(_plus(pair, dense))
     return tuple(addends)
 
 

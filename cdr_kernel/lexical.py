@@ -166,6 +166,52 @@ class LexicalIndex:
             results.append((rows, score[rows]))
         return results
 
+    def term_counts(self, view: StoreView, terms: Sequence[str]) -> WordCounts:
+        """``counts`` of words as `words` leaves them."""
+        held = self._upto(view)
+        known = {term: len(_found(held, term, view)[0]) for term in terms}
+        length = int(held.lengths[: view.rows][view.alive].sum())
+        return WordCounts(len(view), length, {term: n for term, n in known.items() if n})
+
+    def weighted(
+        self, view: StoreView, terms: Sequence[tuple[str, float]], counts: WordCounts
+    ) -> tuple[Int64, Float64]:
+        """``bm25`` for words as `words` leaves them, each with a weight >= 0: (rows ascending, scores > 0)."""
+        held = self._upto(view)
+        score = np.zeros(view.rows)
+        for term, weight in terms:
+            rows, times = _found(held, term, view)
+            if len(rows):
+                score[rows] += weight * _impact(times, held.lengths[rows], term, counts)
+        rows = np.flatnonzero(score)
+        return rows, score[rows]
+
+
+def above_mean(
+    texts: Sequence[Sequence[str]], terms: Sequence[str], counts: WordCounts, sums: Sequence[SparseSums]
+) -> tuple[tuple[str, float], ...]:
+    """Of these terms, by how much the mean of what BM25 gives these texts, split into words, exceeds that of all facts.
+
+    sums: of what it gives all facts, by term. Those that do not exceed it are left out.
+    """
+    found = []
+    for term, total in zip(terms, sums, strict=True):
+        times = np.array([text.count(term) for text in texts], np.float64)
+        impact = _impact(times, np.array([len(text) for text in texts]), term, counts)[times > 0]
+        more = math.fsum(impact) / len(texts) - total.mean(counts.facts)
+        if more > NO_DEVIATION:
+            found.append((term, more))
+    return tuple(found)
+
+
+def _impact(times: Float64, lengths: Int64, term: str, counts: WordCounts) -> Float64:
+    """What BM25 gives facts of so many words for one that is so many times in them."""
+    frequency = counts.frequency[term]
+    idf = np.log1p((counts.facts - frequency + 0.5) / (frequency + 0.5))
+    relative = lengths * (counts.facts / max(counts.length, 1))
+    impact: Float64 = idf * times * (BM25_K1 + 1.0) / (times + BM25_K1 * (1.0 - BM25_B + BM25_B * relative))
+    return impact
+
 
 def _found(held: _Indexed, word: str, view: StoreView) -> tuple[Int64, Float64]:
     """The view's facts with a word, removed ones left out, and how often it is in each."""
@@ -212,6 +258,10 @@ class SparseSums(NamedTuple):
     def plus(self, other: SparseSums) -> SparseSums:
         """Of both sets."""
         return SparseSums(self.total + other.total, self.squares + other.squares)
+
+    def mean(self, count: int) -> float:
+        """The mean of `count` numbers of which the others are 0."""
+        return self.total / (count << _UNIT)
 
     def z(self, count: int) -> tuple[float, float]:
         """(scale, shift) of the z-score over `count` numbers of which the others are 0; (0, 0) for no spread.

@@ -37,6 +37,7 @@ from cdr_kernel.constants import (
     GUARANTEE_COVERAGE_SCORE,
     GUARD_ALERT_SHARE,
     IN_PROGRESS,
+    LEXICAL_FEEDBACK_WEIGHT,
     LEXICAL_WEIGHT,
     LIMIT_REACHED,
     MAX_DEPTH_FROM_WORDS,
@@ -718,20 +719,22 @@ class CalibratedSession(ReferenceSession):
     """A session of the calibrated mode. `packed` and `direction` change from window to window, the rest is fixed.
 
     gate, gate_on: a fact qualifies if its z-score to the query ("query"), or the best one to query and sub-queries
-    ("best"), is at or above the gate. packed: ids of facts packed so far. direction: that of the task feedback, fixed
-    at the first window. source_weight above 0 replaces the feedback.
+    ("best"), is at or above the gate. packed: ids of facts packed so far. direction, words: of the task feedback,
+    fixed at the first window. source_weight above 0 replaces the feedback.
     """
 
     gate: float = CALIBRATED_GATE
     gate_on: str = "best"
     lexical_weight: float = LEXICAL_WEIGHT
     feedback_weight: float = FEEDBACK_WEIGHT
+    lexical_feedback_weight: float = LEXICAL_FEEDBACK_WEIGHT
     source_weight: float = 0.0
     need_floor: float = NEED_FLOOR
     packed_penalty: float = 1.0
     centred_coverage: bool = False
     packed: set[str | None] = field(default_factory=set)
     direction: list[float] | None = None
+    words: dict[str, float] | None = None
 
 
 def unit(vector: Vector) -> list[float]:
@@ -756,19 +759,31 @@ def lexical_words(text: str) -> list[str]:
     return [word for word in re.findall(r"[A-Za-z][A-Za-z0-9]+", plain) if word not in STOP_WORDS]
 
 
-def bm25(texts: Sequence[str], query: str) -> list[float]:
-    """BM25 of every text for the query's distinct words, with idf = ln(1 + (N - df + .5) / (df + .5))."""
-    split = [lexical_words(text) for text in texts]
+def impacts(split: Sequence[Sequence[str]], word: str) -> list[float]:
+    """What BM25 gives every text, split into words, for one word: idf = ln(1 + (N - df + .5) / (df + .5))."""
     total = sum(map(len, split))
+    df = sum(word in words for words in split)
+    idf = math.log(1.0 + (len(split) - df + 0.5) / (df + 0.5))
+    found = []
+    for words in split:
+        tf = words.count(word)
+        length = BM25_K1 * (1.0 - BM25_B + BM25_B * len(words) * len(split) / total) if tf else 1.0
+        found.append(idf * tf * (BM25_K1 + 1.0) / (tf + length))
+    return found
+
+
+def bm25(texts: Sequence[str], query: str) -> list[float]:
+    """BM25 of every text for the query's distinct words."""
+    return word_evidence(texts, dict.fromkeys(lexical_words(query), 1.0))
+
+
+def word_evidence(texts: Sequence[str], weights: Mapping[str, float]) -> list[float]:
+    """For every text the sum over these words of weight * what BM25 gives it for the word."""
+    split = [lexical_words(text) for text in texts]
     scores = [0.0] * len(texts)
-    for word in dict.fromkeys(lexical_words(query)):
-        df = sum(word in words for words in split)
-        idf = math.log(1.0 + (len(texts) - df + 0.5) / (df + 0.5))
-        for i, words in enumerate(split):
-            tf = words.count(word)
-            if tf:
-                length = BM25_K1 * (1.0 - BM25_B + BM25_B * len(words) * len(texts) / total)
-                scores[i] += idf * tf * (BM25_K1 + 1.0) / (tf + length)
+    for word, weight in weights.items():
+        for i, impact in enumerate(impacts(split, word)):
+            scores[i] += weight * impact
     return scores
 
 
@@ -804,6 +819,21 @@ def feedback_direction(facts: Sequence[Fact], positions: Sequence[int]) -> list[
     return [c - math.fsum(u[d] for u in units) / len(units) for d, c in enumerate(chosen)]
 
 
+def feedback_words(facts: Sequence[Fact], positions: Sequence[int]) -> dict[str, float]:
+    """Item 3 in words: by how much the mean of what BM25 gives these facts for a word exceeds that of all facts.
+
+    The words of these facts in alphabetical order, those that do not exceed it left out.
+    """
+    split = [lexical_words(fact.content) for fact in facts]
+    found = {}
+    for word in sorted({word for i in positions for word in split[i]}):
+        impact = impacts(split, word)
+        more = math.fsum(impact[i] for i in positions) / len(positions) - math.fsum(impact) / len(impact)
+        if more > NO_DEVIATION:
+            found[word] = more
+    return found
+
+
 def source_evidence(facts: Sequence[Fact], columns: Sequence[Sequence[float]]) -> list[list[float]]:
     """Item 7, by sub-query and fact: A + pmax + pmean; 0 for a fact without a source or a position in it.
 
@@ -833,7 +863,7 @@ def source_evidence(facts: Sequence[Fact], columns: Sequence[Sequence[float]]) -
 
 
 def sub_query_scores(facts: Sequence[Fact], session: CalibratedSession) -> list[list[float]]:
-    """X, by sub-query and fact: items 1, 2 and 3, or with source_weight 1, 2 and 7."""
+    """X, by sub-query and fact: items 1, 2 and 3 (in vectors and in words), or with source_weight 1, 2 and 7."""
     columns = lexical_scores(facts, session)
     if session.source_weight:
         evidence = source_evidence(facts, columns)
@@ -841,13 +871,17 @@ def sub_query_scores(facts: Sequence[Fact], session: CalibratedSession) -> list[
             [x + session.source_weight * e for x, e in zip(values, more, strict=True)]
             for values, more in zip(columns, evidence, strict=True)
         ]
-    if session.feedback_weight == 0.0:
-        return columns
-    direction = session.direction
-    if direction is None:
-        direction = feedback_direction(facts, feedback_positions(facts, columns))
-    along = z_scores([dot(unit(fact.embedding), direction) for fact in facts])
-    return [[x + session.feedback_weight * a for x, a in zip(values, along, strict=True)] for values in columns]
+    positions = feedback_positions(facts, columns)
+    more = [0.0] * len(facts)
+    if session.feedback_weight:
+        direction = feedback_direction(facts, positions) if session.direction is None else session.direction
+        along = z_scores([dot(unit(fact.embedding), direction) for fact in facts])
+        more = [m + session.feedback_weight * a for m, a in zip(more, along, strict=True)]
+    if session.lexical_feedback_weight:
+        weights = feedback_words(facts, positions) if session.words is None else session.words
+        shared = z_scores(word_evidence([fact.content for fact in facts], weights))
+        more = [m + session.lexical_feedback_weight * a for m, a in zip(more, shared, strict=True)]
+    return [[x + m for x, m in zip(values, more, strict=True)] for values in columns]
 
 
 def needs(session: CalibratedSession) -> list[float]:

@@ -71,9 +71,10 @@ class Session:
     guard: the n-gram guard (§5), which is copied; None makes an empty one (mode "calibrated": none), False turns it
     off. Its tokenizer and hash key must be the store's.
     id: names the session; a random hex string unless given.
-    gate, gate_on, lexical_weight, feedback_weight, source_weight, need_floor, packed_penalty, centred_coverage,
-    min_new_share: the parts of mode "calibrated", see `Calibrated`; kept in `session.calibrated`, which is None in
-    mode "spec". first_window_pull, clamp_novelty, exhaustion and exclude_packed are of mode "spec" alone.
+    gate, gate_on, lexical_weight, feedback_weight, lexical_feedback_weight, source_weight, need_floor,
+    packed_penalty, centred_coverage, min_new_share: the parts of mode "calibrated", see `Calibrated`; kept in
+    `session.calibrated`, which is None in mode "spec". first_window_pull, clamp_novelty, exhaustion and
+    exclude_packed are of mode "spec" alone.
 
     Literal exit 3 ("score") can fire through importance or the n-gram penalty only, since novelty never falls
     below 0.20; a warning says so when importance alone would end window 1.
@@ -102,6 +103,7 @@ class Session:
         gate_on: str | None = None,
         lexical_weight: float | None = None,
         feedback_weight: float | None = None,
+        lexical_feedback_weight: float | None = None,
         source_weight: float | None = None,
         need_floor: float | None = None,
         packed_penalty: float | None = None,
@@ -136,6 +138,7 @@ class Session:
             "gate_on": gate_on,
             "lexical_weight": lexical_weight,
             "feedback_weight": feedback_weight,
+            "lexical_feedback_weight": lexical_feedback_weight,
             "source_weight": source_weight,
             "need_floor": need_floor,
             "packed_penalty": packed_penalty,
@@ -164,8 +167,9 @@ class Session:
                     }
                     use = f": use {instead[name]}" if name in instead else ""
                     raise ValueError(f'{name} belongs to mode "spec", the mode is "calibrated"{use}')
-            if chosen.get("source_weight") and chosen.get("feedback_weight"):
-                raise ValueError("source_weight replaces feedback_weight: expected one of them, got both")
+            for name in ("feedback_weight", "lexical_feedback_weight"):
+                if chosen.get("source_weight") and chosen.get(name):
+                    raise ValueError(f"source_weight replaces {name}: expected one of them, got both")
             self.calibrated = Calibrated(**chosen)
         self.min_relevance = check_number(min_relevance, "min_relevance", -1.0, 1.0)
         self.max_windows = check_integer(max_windows, "max_windows", 1, MAX_WINDOWS_LIMIT)

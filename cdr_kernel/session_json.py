@@ -146,7 +146,8 @@ def _feedback_data(session: Session, state: SessionState, *, with_direction: boo
     if not with_direction:
         return {"feedback": list(made.fact_ids)}
     direction = None if made.direction is None else _pack_array(made.direction, "<f8")
-    return {"feedback": {"fact_ids": list(made.fact_ids), "direction": direction}}
+    words = None if made.words is None else [list(pair) for pair in made.words]
+    return {"feedback": {"fact_ids": list(made.fact_ids), "direction": direction, "words": words}}
 
 
 def _settings(session: Session) -> dict[str, object]:
@@ -258,7 +259,7 @@ def _from_settings(
     if _extra_fields(data):
         own = " ".join(item.name for item in fields(Calibrated))
         if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
-            settings = {**settings, "feedback_weight": None}
+            settings = {**settings, "feedback_weight": None, "lexical_feedback_weight": None}
     _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
     return kind(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
 
@@ -299,17 +300,25 @@ def _restore(
 def _read_feedback(session: Session, stored: object) -> Feedback | None:
     if stored is None:
         return None
-    ids, direction = stored, None
+    ids, direction, listed = stored, None, None
     if isinstance(stored, dict):
-        _check_fields(stored, "fact_ids direction", "feedback")
-        ids, direction = stored["fact_ids"], stored["direction"]
+        _check_fields(stored, "fact_ids direction words", "feedback")
+        ids, direction, listed = stored["fact_ids"], stored["direction"], stored["words"]
+        if (direction is None) != (listed is None):
+            raise ValueError("feedback must have both direction and words or neither")
     checked = tuple(check_text(id, "a fact of feedback", empty=True) for id in _check_list(ids, "feedback"))
     if direction is None:
-        return Feedback(checked, None)
+        return Feedback(checked)
     vector = _unpack_array(direction, "<f8", "the direction of feedback", session.dim)
     if not np.isfinite(vector).all():
         raise ValueError("the direction of feedback must be finite")
-    return Feedback(checked, vector)
+    words = []
+    for pair in _check_list(listed, "the words of feedback"):
+        if len(_check_list(pair, "a word of feedback")) != 2:
+            raise ValueError(f"a word of feedback must be [word, weight], got {pair!r}")
+        word, weight = check_text(pair[0], "a word of feedback"), pair[1]
+        words.append((word, check_number(weight, f"the weight of {word!r} in feedback", 0.0)))
+    return Feedback(checked, vector, tuple(words))
 
 
 def _extra_fields(data: dict[str, Any]) -> str:

@@ -25,11 +25,13 @@ from cdr_kernel.columns import Columns
 from cdr_kernel.evidence import (
     Asked,
     Evidence,
+    Terms,
     addends_of,
     best_rows,
     column_addends,
     keep,
     rows_of,
+    term_sums,
     unit_rows,
     word_addends,
     word_sums,
@@ -307,6 +309,19 @@ class Shard:
         """Sequence numbers and unit vectors of those of these facts that are here."""
         rows = rows_of(view, ids)
         return view.sequence[rows], unit_rows(view, rows)
+
+    def numbered_texts(self, view: StoreView, ids: tuple[str, ...]) -> list[tuple[int, str]]:
+        """Sequence numbers and texts of those of these facts that are here."""
+        rows = rows_of(view, ids)
+        return list(zip(view.sequence[rows].tolist(), view.texts(rows.tolist()), strict=True))
+
+    def term_counts(self, view: StoreView, terms: tuple[str, ...]) -> WordCounts:
+        """What BM25 of single words needs to know of these facts."""
+        return self._retriever.lexical.term_counts(view, terms)
+
+    def term_sums(self, view: StoreView, asked: tuple[Terms, ...], counts: WordCounts) -> list[SparseSums]:
+        """Sums of the weighted BM25 of each."""
+        return term_sums(self._retriever, view, asked, counts)
 
     def rank(self, view: StoreView, asks: tuple[Ask, ...], k: int | None, multiplier: Any) -> list[Answer]:
         """The k best facts for each of these sessions; multiplier: as in `cdr_rank`, of this shard's facts."""

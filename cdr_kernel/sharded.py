@@ -30,7 +30,7 @@ from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
-from cdr_kernel.evidence import Asked, Evidence, asked, gathered
+from cdr_kernel.evidence import Asked, Evidence, Terms, asked, gathered, task_of
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
 from cdr_kernel.rank import Multiplier, Ranking
@@ -139,6 +139,25 @@ class _Window:
         vectors = [vector for part in parts for vector in part[1]]
         return _stacked([vectors[i] for i in np.argsort(numbers).tolist()], self.store.dim)
 
+    def texts(self, ids: tuple[str, ...]) -> list[str]:
+        """Texts of those of these facts that are there, by sequence."""
+        pairs = [pair for part in self.same("numbered_texts", ids).values() for pair in part]
+        return [text for _, text in sorted(pairs)]
+
+    def term_counts(self, terms: tuple[str, ...]) -> WordCounts:
+        """``word_counts`` of single words."""
+        total = WordCounts(0, 0, {})
+        for part in self.same("term_counts", terms).values():
+            total = total.plus(part)
+        return total
+
+    def term_sums(self, asked: tuple[Terms, ...], counts: WordCounts) -> list[SparseSums]:
+        """Of the weighted BM25 of each over all facts."""
+        total = [SparseSums(0, 0)] * len(asked)
+        for part in self.same("term_sums", asked, counts).values():
+            total = [a.plus(b) for a, b in zip(total, part, strict=True)]
+        return total
+
 
 class ShardedRetriever:
     """Ranks the facts of a `ShardedStore`: goes where a `Retriever` goes in `cdr_rank`, `rank_many`, `run_windows`.
@@ -235,14 +254,13 @@ class ShardedRetriever:
             return Asked(columns, slice(0, 0), None), None, None
         if parts.source_weight and self.store.by != "source":
             raise ValueError("source_weight: needs all facts of a source in one shard: partition by='source'")
-        weights = (parts.lexical_weight, parts.feedback_weight, parts.source_weight)
-        task: tuple[Any, ...] = (session.task_key, *weights, window.snapshot.version)
+        task = (*task_of(session, parts, state.feedback), window.snapshot.version)
         with self._lock:
             evidence = None if window.missing else self._evidence.get(task)
         if evidence is None:
             if session.dim != self.store.dim:
                 raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {session.dim}")
-            evidence = gathered(session, parts, window)
+            evidence = gathered(session, parts, window, state.feedback)
             if window.missing:  # of what could be reached, this once
                 task = (*task, uuid.uuid4().hex)
             else:

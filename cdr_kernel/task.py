@@ -15,6 +15,7 @@ from cdr_kernel.constants import (
     CALIBRATED_GATE,
     DEFAULT_DEPTH,
     FEEDBACK_WEIGHT,
+    LEXICAL_FEEDBACK_WEIGHT,
     LEXICAL_WEIGHT,
     MAX_DEPTH_FROM_WORDS,
     MIN_NEW_SHARE,
@@ -136,8 +137,10 @@ class Calibrated:
     lexical_weight: share of the z-score of BM25 of the sub-query's text, >= 0.
     feedback_weight: share of the z-score along the task's own direction, >= 0: from the store's mean to the mean of
     the 5 best facts of each sub-query, fixed at the first window.
+    lexical_feedback_weight: share of the z-score of BM25 for the words that these same facts have above the store's
+    mean, each weighted by how far above, >= 0; fixed at the first window too.
     source_weight: share of the evidence of a fact's document, >= 0: its neighbours in it and how well it serves the
-    task. Above 0 it replaces the feedback. It needs facts with a source and a position, and prefers documents that
+    task. Above 0 it replaces both feedbacks. It needs facts with a source and a position, and prefers documents that
     serve the task.
     need_floor: what a sub-query keeps of its need, however deep it was written about, in [0, 1].
     packed_penalty: what a packed fact loses, in [0, 1]; 1 takes it out.
@@ -151,6 +154,7 @@ class Calibrated:
     gate_on: str = "best"
     lexical_weight: float = LEXICAL_WEIGHT
     feedback_weight: float = FEEDBACK_WEIGHT
+    lexical_feedback_weight: float = LEXICAL_FEEDBACK_WEIGHT
     source_weight: float = 0.0
     need_floor: float = NEED_FLOOR
     packed_penalty: float = 1.0
@@ -173,14 +177,15 @@ class Calibrated:
 
 @dataclass(frozen=True, eq=False)
 class Feedback:
-    """What fixes the direction of a task: the facts it was made of, and the direction [D] float64.
+    """What fixes the direction of a task: the facts it was made of, the direction [D] float64, and in words.
 
-    direction is None where only the ids are known (after a token): the next ranking makes it from the facts that are
-    still there.
+    words: alphabetical, each with its weight > 0. direction and words are None where only the ids are known (after a
+    token): the next ranking makes them from the facts that are still there.
     """
 
     fact_ids: tuple[str, ...]
-    direction: NDArray[np.float64] | None
+    direction: NDArray[np.float64] | None = None
+    words: tuple[tuple[str, float], ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

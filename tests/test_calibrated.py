@@ -31,6 +31,7 @@ PARTS = {
     "gate_on": st.sampled_from(["best", "query"]),
     "lexical_weight": st.sampled_from([0.0, 0.25, 2.0]),
     "feedback_weight": st.sampled_from([0.0, 0.4, 1.5]),
+    "lexical_feedback_weight": st.sampled_from([0.0, 0.5, 1.5]),
     "source_weight": st.sampled_from([0.0, 0.0, 0.4]),
     "need_floor": st.sampled_from([0.0, 0.35, 1.0]),
     "packed_penalty": st.sampled_from([0.0, 0.5, 1.0]),
@@ -100,7 +101,7 @@ def test_windows_are_those_of_the_reference(seed, n, guarded, parts):
     r = np.random.default_rng(seed)
     dim = 5
     if parts["source_weight"]:
-        parts = {**parts, "feedback_weight": 0.0}
+        parts = {**parts, "feedback_weight": 0.0, "lexical_feedback_weight": 0.0}
     store, items, query = some_store(r, n, dim), some_items(r, dim), r.standard_normal(dim) + 0.5
     facts, twin = as_reference(store, items, parts)
     session = Session(items, embedding_model=MODEL, mode="calibrated", guard=NGramGuard() if guarded else None, **parts)
@@ -123,8 +124,9 @@ def test_windows_are_those_of_the_reference(seed, n, guarded, parts):
         packed = reference.pack_by_need(in_place, ranking.need, 4)
         assert envelope.ranking.ids == [s.fact.id for s in packed]
         if twin.direction is None:
-            columns = reference.lexical_scores(facts, twin)
-            twin.direction = reference.feedback_direction(facts, reference.feedback_positions(facts, columns))
+            positions = reference.feedback_positions(facts, reference.lexical_scores(facts, twin))
+            twin.direction = reference.feedback_direction(facts, positions)
+            twin.words = reference.feedback_words(facts, positions)
         j = int(r.integers(len(items)))
         report = WindowReport(0.5, (f"q{j}",), {f"q{j}": float(r.choice([0.0, 0.3, 0.9]))}, embedding_model=MODEL)
         session.update(report, envelope.text, envelope=envelope)
@@ -210,6 +212,7 @@ def test_defaults(world):
     session = Session(world[1], embedding_model=MODEL, mode="calibrated")
     parts = session.calibrated
     assert (parts.gate, parts.gate_on, parts.lexical_weight, parts.feedback_weight) == (2.0, "best", 0.25, 0.4)
+    assert parts.lexical_feedback_weight == 0.5
     assert (parts.source_weight, parts.need_floor, parts.packed_penalty, parts.min_new_share) == (0.0, 0.35, 1.0, 0.15)
     assert parts.centred_coverage is False
     assert session.guard is None
@@ -230,7 +233,9 @@ def test_defaults(world):
         ({"need_floor": 1.1}, ValueError, "need_floor"),
         ({"packed_penalty": 2}, ValueError, "packed_penalty"),
         ({"centred_coverage": 1}, TypeError, "centred_coverage"),
-        ({"source_weight": 0.4, "feedback_weight": 0.4}, ValueError, "source_weight replaces"),
+        ({"source_weight": 0.4, "feedback_weight": 0.4}, ValueError, "source_weight replaces feedback_weight"),
+        ({"source_weight": 0.4, "lexical_feedback_weight": 1}, ValueError, "replaces lexical_feedback_weight"),
+        ({"lexical_feedback_weight": -1}, ValueError, "lexical_feedback_weight"),
     ],
 )
 def test_settings_are_checked(world, keywords, error, message):
@@ -258,6 +263,18 @@ def test_packed_facts_do_not_return(world):
     assert len(seen) == len(set(seen)) == 16
 
 
+def test_each_feedback_can_be_turned_off(world):
+    store, items, query = world
+    seen = {}
+    for vectors in (0.0, 0.4):
+        for words in (0.0, 0.5):
+            session = calibrated(items, feedback_weight=vectors, lexical_feedback_weight=words)
+            ranking = cdr_rank(query, Retriever(store), session)
+            assert (ranking.feedback is None) == (vectors == words == 0.0)
+            seen[vectors, words] = ranking.score.tobytes()
+    assert len(set(seen.values())) == 4
+
+
 def test_the_direction_is_fixed_at_the_first_window(world):
     store, items, query = world
     session, twin = calibrated(items), calibrated(items)
@@ -279,13 +296,13 @@ def test_what_the_retriever_keeps_follows_the_store(world):
     session, retriever = calibrated(items), Retriever(store)
     first = cdr_rank(query, retriever, session)
     assert cdr_rank(query, retriever, session).ids == first.ids
-    assert len(retriever.evidence) == 1
+    assert len(retriever.evidence) == 2  # of the task as it is, and as it is once its feedback is fixed
     store.remove(first.ids[:2])
     store.add(["late"], ["storage volume"], [items[0].embedding])
     assert cdr_rank(query, retriever, session).ids == cdr_rank(query, Retriever(store), session).ids
     for _ in range(20):
         cdr_rank(query, retriever, calibrated(some_items(np.random.default_rng(_), 6)))
-    assert len(retriever.evidence) <= 8
+    assert len(retriever.evidence) <= 16
 
 
 def test_json_keeps_everything(world):
@@ -300,9 +317,20 @@ def test_json_keeps_everything(world):
     assert a.ids == b.ids
     assert a.score.tobytes() == b.score.tobytes()
     stored = json.loads(session.to_json())
-    for broken in ({"feedback": {"fact_ids": "x", "direction": None}}, {"feedback": 3}):
+    kept = stored["feedback"]
+    assert kept["words"] == sorted(kept["words"])
+    for broken in (
+        3,
+        {"fact_ids": "x", "direction": None, "words": None},
+        {"fact_ids": [], "direction": None},
+        {**kept, "words": None},
+        {**kept, "words": ["pod"]},
+        {**kept, "words": [["pod"]]},
+        {**kept, "words": [["pod", -1.0]]},
+        {**kept, "words": [[1, 1.0]]},
+    ):
         with pytest.raises(ValueError, match="feedback"):
-            Session.from_json(json.dumps({**stored, **broken}))
+            Session.from_json(json.dumps({**stored, "feedback": broken}))
     with pytest.raises(ValueError, match="feedback"):
         Session.from_json(json.dumps({name: value for name, value in stored.items() if name != "feedback"}))
 
@@ -319,12 +347,13 @@ def test_a_token_keeps_the_ids_and_the_ranking(world):
     again = Session.from_token(session.token(), items, embedding_model=MODEL)
     assert again.packed == session.packed
     assert again.state.feedback.fact_ids == session.state.feedback.fact_ids
-    assert again.state.feedback.direction is None
+    assert again.state.feedback.direction is again.state.feedback.words is None
     a, b = (cdr_rank(query, Retriever(store), s) for s in (session, again))
     assert a.ids == b.ids
     np.testing.assert_allclose(a.score, b.score, rtol=0, atol=1e-12)
     window(again, store, query)
     assert again.state.feedback.direction is not None
+    assert again.state.feedback.words == session.state.feedback.words
     store.remove(session.state.feedback.fact_ids)
     cdr_rank(query, Retriever(store), Session.from_token(session.token(), items, embedding_model=MODEL))
 

@@ -34,7 +34,7 @@ def world(seed=0, n=30, dim=6, subs=3, sources=True):
     return facts, items, (r.standard_normal(dim) + 0.5).tolist()
 
 
-def in_numpy(facts, items, a=0.25, c=0.4, w=0.0):
+def in_numpy(facts, items, a=0.25, c=0.4, b=0.5, w=0.0):
     """[N, S]: the same scores in whole-array arithmetic."""
 
     def z(x):
@@ -60,14 +60,23 @@ def in_numpy(facts, items, a=0.25, c=0.4, w=0.0):
         return out
     best = np.unique(np.argsort(-x, axis=0, kind="stable")[:5])
     g = units[best].mean(0) - units.mean(0)
-    return x + c * z((units @ g)[:, None])
+    split = [words(f.content) for f in facts]
+    known = sorted({word for text in split for word in text})
+    impact = np.array([reference.bm25([f.content for f in facts], word) for word in known]).T
+    above = np.maximum(0.0, impact[best].mean(0) - impact.mean(0))
+    return x + c * z((units @ g)[:, None]) + b * z((impact @ above)[:, None])
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("keywords", [{"a": 0.25, "c": 0.4}, {"a": 0.0, "c": 1.0}, {"a": 0.5, "w": 0.4}])
+@pytest.mark.parametrize("keywords", [{}, {"a": 0.0, "c": 1.0, "b": 0.0}, {"c": 0.0, "b": 1.0}, {"a": 0.5, "w": 0.4}])
 def test_sub_query_scores(seed, keywords):
     facts, items, _ = world(seed)
-    names = {"a": "lexical_weight", "c": "feedback_weight", "w": "source_weight"}
+    names = {
+        "a": "lexical_weight",
+        "c": "feedback_weight",
+        "b": "lexical_feedback_weight",
+        "w": "source_weight",
+    }
     session = CalibratedSession(items, **{names[key]: value for key, value in keywords.items()})
     np.testing.assert_allclose(
         np.array(reference.sub_query_scores(facts, session)).T, in_numpy(facts, items, **keywords), atol=1e-12
@@ -100,8 +109,25 @@ def test_feedback_is_fixed_once_it_is_given():
     assert 5 <= len(positions) <= 15
     session.direction = reference.feedback_direction(facts, positions)
     assert reference.sub_query_scores(facts, session) == free
+    session.words = reference.feedback_words(facts, positions)
+    assert list(session.words) == sorted(session.words)
+    assert reference.sub_query_scores(facts, session) == free
+    session.words = {"pod": 1.0}
+    assert reference.sub_query_scores(facts, session) != free
+    session.words = None
     session.direction = [1.0, 0, 0, 0, 0, 0]
     assert reference.sub_query_scores(facts, session) != free
+
+
+def test_feedback_words_are_those_that_the_chosen_facts_have_more_of():
+    texts = ["pods pods", "pods volumes", "volumes", "networks"]
+    facts = [Fact([1.0], text) for text in texts]
+    found = reference.feedback_words(facts, [0, 1])
+    pod = reference.bm25(texts, "pod")
+    assert found == {"pod": pytest.approx(sum(pod) / 2 - sum(pod) / 4)}  # volume: as many elsewhere
+    evidence = reference.word_evidence(texts, found)
+    assert evidence == pytest.approx([found["pod"] * x for x in pod])
+    assert reference.feedback_words(facts, [0, 1, 2, 3]) == {}
 
 
 def test_needs():

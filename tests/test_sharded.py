@@ -121,6 +121,7 @@ CALIBRATED = st.fixed_dictionaries(
         "gate_on": st.sampled_from(["best", "query"]),
         "lexical_weight": st.sampled_from([0.0, 0.25]),
         "feedback_weight": st.sampled_from([0.0, 0.4]),
+        "lexical_feedback_weight": st.sampled_from([0.0, 0.5]),
         "source_weight": st.sampled_from([0.0, 0.4]),
         "packed_penalty": st.sampled_from([0.0, 0.5, 1.0]),
         "centred_coverage": st.booleans(),
@@ -138,7 +139,7 @@ def session_of(items, keywords):
     }
     keywords = {**keywords, "guard": guards[keywords["guard"]]()}
     if keywords.get("source_weight"):
-        keywords["feedback_weight"] = 0.0
+        keywords["feedback_weight"] = keywords["lexical_feedback_weight"] = 0.0
     return Session(items, embedding_model=MODEL, **keywords)
 
 

@@ -48,6 +48,7 @@ class KeptWindow(msgspec.Struct, frozen=True):
     new_share: float | None
     feedback_ids: list[str] | None
     direction: bytes | None
+    words: list[tuple[str, float]] | None
 
     @classmethod
     def of(cls, envelope: Envelope, version: int) -> KeptWindow:
@@ -69,12 +70,14 @@ class KeptWindow(msgspec.Struct, frozen=True):
             new_share=ranking.new_share,
             feedback_ids=None if made is None else list(made.fact_ids),
             direction=None if made is None or made.direction is None else made.direction.astype("<f8").tobytes(),
+            words=None if made is None or made.words is None else list(made.words),
         )
 
     @property
     def nbytes(self) -> int:
         """About what it takes in memory."""
-        return len(self.numbers) + len(self.overlap) + sum(49 + len(id) for id in self.ids) + 400
+        names = sum(49 + len(id) for id in self.ids) + 130 * len(self.words or ())
+        return len(self.numbers) + len(self.overlap) + names + 400
 
     def envelope(self, ids: Sequence[str] | None = None) -> Envelope | None:
         """The envelope again; with ids, of these facts alone. None where one of them is not in it."""
@@ -85,7 +88,8 @@ class KeptWindow(msgspec.Struct, frozen=True):
         feedback = None
         if self.feedback_ids is not None:
             direction = None if self.direction is None else np.frombuffer(self.direction, "<f8")
-            feedback = Feedback(tuple(self.feedback_ids), direction)
+            words = None if self.words is None else tuple((word, weight) for word, weight in self.words)
+            feedback = Feedback(tuple(self.feedback_ids), direction, words)
         ranking = Ranking(
             facts=facts_named(self.ids),
             **numbers,

@@ -163,6 +163,7 @@ class SessionSettings(Question, kw_only=True):
     gate_on: Literal["best", "query"] | None = None
     lexical_weight: Factor | None = None
     feedback_weight: Factor | None = None
+    lexical_feedback_weight: Factor | None = None
     source_weight: Factor | None = None
     need_floor: Share | None = None
     packed_penalty: Share | None = None

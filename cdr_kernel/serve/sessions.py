@@ -71,6 +71,7 @@ def size_of(entry: Entry) -> int:
     texts = sum(len(item.id) + len(item.label) + len(item.text) + 400 for item in session.sub_queries)
     guard = 0 if state.guard is None else state.guard.nbytes
     direction = 0 if state.feedback is None or state.feedback.direction is None else state.feedback.direction.nbytes
+    direction += 0 if state.feedback is None else 130 * len(state.feedback.words or ())
     changing = 150 * len(state.packed) + 200 * len(state.coverage) + 100 * len(state.words) + guard + direction
     kept = sum(done.nbytes for done in entry.now.answers.values())
     return 2000 + vectors + texts + changing + kept + (0 if entry.window is None else entry.window.nbytes)
