@@ -148,7 +148,8 @@ class DurableStore:
                 raise ValueError(
                     f"{folder}: the texts were hashed with {what} {about[name]!r}, got {own!r}: pass {name}="
                 )
-        store._fill()
+        with store._lock:  # the check of the snapshot that this starts waits with putting anything right
+            store._fill()
         if verify:
             store.verify()
         return store
@@ -585,8 +586,10 @@ class DurableStore:
         with self._lock:
             if len(self._facts.view().alive) > len(self._facts):
                 found = self._from_snapshot()
-                if isinstance(found, Found) and found.version == self.version:
-                    self._facts.adopt(found.facts)
+                if isinstance(found, Found):
+                    found.close()
+                    if found.version == self.version:
+                        self._facts.adopt(found.facts)
 
     def verify(self) -> str | None:
         """Wait until all of the snapshot that was opened is checked; what was wrong, None for nothing.
@@ -665,7 +668,8 @@ class DurableStore:
             if found.version == self._record.version:
                 self._held = self._with_newest(self._record, _held)
             mapped = self._facts.view().rows
-            self._check_in_background()
+            self._checking = threading.Thread(target=self._check, args=(found,), name="cdr-snapshot", daemon=True)
+            self._checking.start()
             self._with_newest(self._record, self._catch_up)
             view = self._facts.view()
             late = (view.rows - mapped) + (view.rows - len(view))
@@ -674,8 +678,10 @@ class DurableStore:
             with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written: the next open reads on
                 self.snapshot(codes=False)
                 found = self._from_snapshot()
-                if isinstance(found, Found) and found.version == self._version:
-                    self._facts = found.facts
+                if isinstance(found, Found):
+                    found.close()
+                    if found.version == self._version:
+                        self._facts = found.facts
 
     def _from_snapshot(self) -> Found | str:
         return snapshot.load(self.path / SNAPSHOT, self._record, tokenizer=self._tokenizer, hash_key=self._hash_key)
@@ -732,33 +738,22 @@ class DurableStore:
     def _due_rows(self) -> Int64:
         return self._facts.view().rows_at_most(_EXPIRES, _now())
 
-    def _check_in_background(self) -> None:
+    def _check(self, found: Found) -> None:
         """Check every block of the snapshot that was mapped."""
-        folder = self.path / SNAPSHOT
-        about = self._facts.about
-        try:
-            files = snapshot.opened(folder / about["data"], about["checksums"])
-        except OSError as error:
-            self._put_right(f"{error}")
-            return
-        self._checking = threading.Thread(
-            target=self._check, args=(files, about["checksums"]), name="cdr-snapshot", daemon=True
-        )
-        self._checking.start()
-
-    def _check(self, files: dict[str, Any], expected: Mapping[str, Any]) -> None:
         try:
             with contextlib.suppress(_Closed):
-                self._damage = snapshot.damage(files, expected, self._stop_when_closed)
+                self._damage = snapshot.damage(found.files, found.checksums, self._stop_when_closed)
                 if self._damage is not None:
-                    self._put_right(self._damage)
+                    try:
+                        self._put_right(self._damage)
+                    except (OSError, ValueError) as error:
+                        say(f"warning: {self.path}: the facts could not be read from the record again ({error})")
                 codes = snapshot.codes_damage(self.path / SNAPSHOT, self._stop_when_closed)
                 if codes is not None:
                     self._damage = self._damage or codes
                     self._drop_codes(codes)
         finally:
-            for file in files.values():
-                file.close()
+            found.close()
 
     def _stop_when_closed(self, _: int) -> None:
         if self._closed.is_set():
@@ -769,9 +764,8 @@ class DurableStore:
         say(f"warning: {damage}; the facts are read from the record again")
         with self._lock:
             self._take(self._with_newest(Record.open(self.path / RECORD), self._rebuilt), in_place=True)
+            self._snapshot_version = None
             with contextlib.suppress(OSError):
-                (self.path / SNAPSHOT / "manifest.json").unlink(missing_ok=True)
-                self._snapshot_version = None
                 self.snapshot(codes=False)
 
     def _drop_codes(self, damage: str) -> None:

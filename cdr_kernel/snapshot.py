@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -26,11 +27,19 @@ CODES = "codes.json"
 
 
 class Found(NamedTuple):
-    """A snapshot that was opened: its facts, the version they are of, the next sequence number then."""
+    """A snapshot that was opened: its facts, the version they are of, the next sequence number then, its files, open
+    to be checked, and what their checksums must be."""
 
     facts: FactStore
     version: int
     next_sequence: int
+    files: dict[str, Any]
+    checksums: dict[str, list[int]]
+
+    def close(self) -> None:
+        """Close the files; the facts stay mapped."""
+        for file in self.files.values():
+            file.close()
 
 
 def write(folder: Path, facts: FactStore, view: StoreView, record: Record, next_sequence: int) -> None:
@@ -51,7 +60,8 @@ def load(
     except Exception as error:  # a damaged header makes numpy's parser raise almost anything
         return f"{type(error).__name__}: {error}"
     key = facts.about.get("record")
-    if not isinstance(key, dict) or not isinstance(facts.about.get("checksums"), dict):
+    sums = facts.about.get("checksums")
+    if not isinstance(key, dict) or not isinstance(sums, dict) or not all(isinstance(s, list) for s in sums.values()):
         return f"{folder}: expected the version of a record and checksums, found none"
     version, following = key.get("version"), key.get("next_sequence")
     if type(version) is not int or type(following) is not int or version > record.version:
@@ -63,7 +73,13 @@ def load(
         about[name] for name in ("dim", "dtype", "embedding_model")
     ):
         return f"{folder}: expected the record's dimension, dtype and model"
-    return Found(facts, version, following)
+    data = folder / facts.about["data"]
+    try:
+        if set(os.listdir(data)) != sums.keys():
+            return f"{data}: expected a checksum for every file"
+        return Found(facts, version, following, opened(data, sums), sums)
+    except OSError as error:
+        return f"{data}: {error.strerror}"
 
 
 def checksums(data: Path) -> dict[str, list[int]]:

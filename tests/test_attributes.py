@@ -287,6 +287,19 @@ def test_bad_filters_are_refused(where, error, message):
         cdr_rank(rng.normal(size=DIM), Retriever(store), session_of(rng), where=where)
 
 
+def test_facts_elsewhere_cannot_be_filtered():
+    class Elsewhere:
+        store = None
+
+        def rank_many(self, queries, sessions, *, k, multiplier):
+            return ["ranked"]
+
+    session = session_of(np.random.default_rng(1))
+    assert cdr_rank([1.0], Elsewhere(), session) == "ranked"
+    with pytest.raises(NotImplementedError, match="expected a Retriever"):
+        cdr_rank([1.0], Elsewhere(), session, where={"tenant": "x"})
+
+
 def test_a_filter_that_nothing_meets_ranks_nothing():
     rng = np.random.default_rng(1)
     store = store_of(facts(rng, N))

@@ -403,6 +403,8 @@ def test_retrievers_follow_when_a_snapshot_is_put_right(big, monkeypatch):
         lambda home, files: shutil.rmtree(home),
         lambda home, files: changed(home / "manifest.json", lambda m: m["about"].pop("record")),
         lambda home, files: changed(home / "manifest.json", lambda m: m["about"].pop("checksums")),
+        lambda home, files: changed(home / "manifest.json", lambda m: m["about"]["checksums"].pop("embeddings.npy")),
+        lambda home, files: changed(home / "manifest.json", lambda m: m["about"]["checksums"].update(ids=1)),
         lambda home, files: changed(home / "manifest.json", lambda m: m["about"]["record"].update(fingerprint="x")),
         lambda home, files: changed(home / "manifest.json", lambda m: m["about"]["record"].update(version=99)),
         lambda home, files: changed(home / "manifest.json", lambda m: m["about"]["record"].update(version="1")),
