@@ -88,7 +88,8 @@ class Run:
             return f"Still in progress after window {last['number']}."
         when = f"after window {last['number']}" if last["written"] else f"before window {last['number']} was written"
         also = f", also {', '.join(last['exit']['also'])}" if last["exit"]["also"] else ""
-        detail = f" ({last['exit']['detail']})" if last["exit"]["detail"] else ""
+        detail = last["exit"]["detail"]
+        detail = f" (\u2068{detail}\u2069)" if detail else ""  # whatever direction it is written in
         return f"Ended {when}: {reason}{also}{detail}."
 
 
