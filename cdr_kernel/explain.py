@@ -190,6 +190,8 @@ def explain(
     """
     if not isinstance(fact_id, str):
         raise TypeError(f"fact_id: expected a str, got {type(fact_id).__name__}")
+    if not isinstance(retriever, Retriever):
+        raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
     room = Room(UNLIMITED if token_budget is None else token_budget, max_facts, count_tokens, pack)
     for _ in range(_ATTEMPTS):
         view, state = retriever.store.view(), session.state
