@@ -266,9 +266,9 @@ def gathered(session: Session, parts: Calibrated, facts: Facts, held: Feedback |
         return evidence
     counts = facts.term_counts(tuple(term for term, _ in held.words))
     (sums,) = facts.term_sums((held.words,), counts)
-    scale, moved = sums.z(calibration.count)
+    spread, moved = sums.z(calibration.count)
     weight = parts.lexical_feedback_weight
-    return replace(evidence, shared_counts=counts, shared_scale=weight * scale, shared_shift=weight * moved)
+    return replace(evidence, shared_counts=counts, shared_scale=weight * spread, shared_shift=weight * moved)
 
 
 def _feedback(
