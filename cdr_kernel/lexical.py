@@ -26,6 +26,7 @@ from cdr_kernel.store import StoreView
 
 _UNIT = 1074  # the least float64 is 2^-1074
 _DIGITS = 53
+_CHUNK = 65536  # texts taken in at a time
 _camel = re.compile(r"([a-z])([A-Z])")
 _suffix = re.compile(r"(ies|es|s|ing|ed)\b")
 _word = re.compile(r"[A-Za-z][A-Za-z0-9]+")
@@ -56,17 +57,22 @@ class Postings:
     def of(cls, terms: Int64, rows: Int64, counts: Int64) -> Postings:
         """From one entry per (term, row), in any order."""
         order = np.lexsort((rows, terms))
-        terms, rows, counts = terms[order], rows[order], counts[order]
+        return cls._sorted(terms[order], rows[order], counts[order])
+
+    @classmethod
+    def _sorted(cls, terms: Int64, rows: Int64, counts: Int64) -> Postings:
         firsts = np.flatnonzero(np.diff(terms, prepend=-1))
         return cls(terms[firsts], np.append(firsts, len(terms)), rows, counts)
 
     def merged(self, later: Postings) -> Postings:
-        """Both together."""
-        return Postings.of(
-            np.concatenate([np.repeat(p.terms, np.diff(p.starts)) for p in (self, later)]),
-            np.concatenate([self.rows, later.rows]),
-            np.concatenate([self.counts, later.counts]),
+        """Both together; all rows of `later` come after these."""
+        terms = np.concatenate([np.repeat(p.terms, np.diff(p.starts)) for p in (self, later)])
+        order = np.argsort(terms, kind="stable")  # linear, of two runs
+        rows, counts = (
+            np.concatenate([self.rows, later.rows])[order],
+            np.concatenate([self.counts, later.counts])[order],
         )
+        return Postings._sorted(terms[order], rows, counts)
 
     def find(self, term: int) -> tuple[Int64, Int64]:
         """(rows, counts) of a term."""
@@ -113,9 +119,9 @@ class LexicalIndex:
             held = self._indexed
             if held.layout != view.layout:
                 held = _Indexed(view.layout, {}, (), np.zeros(0, np.int64))
-            start = len(held.lengths)
-            if start < view.rows:
-                added, lengths = _postings(held.terms, view.texts(range(start, view.rows)), start)
+            for start in range(len(held.lengths), view.rows, _CHUNK):
+                texts = view.texts(range(start, min(start + _CHUNK, view.rows)))
+                added, lengths = _postings(held.terms, texts, start)
                 segments = [*held.segments, added]
                 while len(segments) > 1 and 2 * len(segments[-1].rows) >= len(segments[-2].rows):
                     last = segments.pop()

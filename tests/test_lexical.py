@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel import FactStore
+from cdr_kernel import FactStore, lexical
 from cdr_kernel.constants import STOP_WORDS
 from cdr_kernel.lexical import LexicalIndex, Postings, SparseSums, TfIdf, WordCounts, words, z_of_sparse
 
@@ -176,3 +176,12 @@ def test_tfidf_is_that_of_scikit_learn():
     vectorizer = sklearn.TfidfVectorizer(sublinear_tf=True, analyzer=words)
     expected = (vectorizer.fit_transform(TEXTS) @ vectorizer.transform(queries).T).toarray()
     np.testing.assert_allclose(TfIdf(TEXTS).similarity(queries), expected, rtol=0, atol=1e-14)
+
+
+def test_texts_are_taken_in_piece_by_piece(monkeypatch):
+    view = store_of(TEXTS * 3).view()
+    whole = LexicalIndex().bm25(view, TEXTS)
+    monkeypatch.setattr(lexical, "_CHUNK", 2)
+    for (rows, scores), (expected_rows, expected) in zip(LexicalIndex().bm25(view, TEXTS), whole, strict=True):
+        assert rows.tolist() == expected_rows.tolist()
+        assert scores.tobytes() == expected.tobytes()
