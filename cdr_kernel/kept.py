@@ -127,6 +127,7 @@ class RowCache:
         self._kept: weakref.WeakKeyDictionary[Any, KeptRows] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._clock = 0
+        self._at_most = 0  # bytes; what went with its owners is still in it, until the limit is reached
 
     @property
     def nbytes(self) -> int:
@@ -212,13 +213,17 @@ class RowCache:
     def _put(self, owner: Any, kept: KeptRows) -> None:
         with self._lock:
             self._clock += 1
+            before = self._kept.get(owner)
+            self._at_most += kept.nbytes - (0 if before is None else before.nbytes)
             self._kept[owner] = kept
             self._used[owner] = self._clock
-            total = sum(each.nbytes for each in self._kept.values())
+            if self._at_most <= self.limit:
+                return
+            self._at_most = sum(each.nbytes for each in self._kept.values())
             for other in sorted(self._kept, key=lambda each: self._used[each]):
-                if total <= self.limit:
+                if self._at_most <= self.limit:
                     break
-                total -= self._kept.pop(other).nbytes
+                self._at_most -= self._kept.pop(other).nbytes
 
 
 def _question(columns: Columns, view: StoreView) -> bytes:

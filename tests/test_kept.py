@@ -136,6 +136,29 @@ def test_memory_is_bounded_least_recently_used_first():
     assert cache.nbytes <= cache.limit
 
 
+def test_what_went_with_its_owner_takes_no_room_from_others():
+    store, _, query, _ = world(300)
+    columns = world()[1].columns(query)
+
+    class Owner:
+        pass
+
+    rows, view = np.arange(100), store.view()
+    cache = RowCache(limit=3 * rows.nbytes)
+    stays = [Owner(), Owner()]
+    for owner in stays:
+        cache.put(owner, columns, view, rows)
+    for _ in range(10):
+        cache.put(Owner(), columns, view, rows)
+        gc.collect()
+    successor = Owner()
+    cache.hand_over(stays.pop(), successor)
+    gc.collect()
+    cache.hand_over(Owner(), Owner())  # nothing is kept for it
+    assert all(cache.get(owner, columns, view) is not None for owner in (*stays, successor))
+    assert cache.nbytes == 2 * rows.nbytes
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("k", [None, 0, 7])
 def test_a_batch_ranks_as_one_by_one(prepared, k):

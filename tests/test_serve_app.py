@@ -231,14 +231,15 @@ def test_bad_input_says_what_is_wrong_and_changes_nothing(client, method, path, 
 
 
 def test_bodies_that_are_no_bodies(client):
-    def post(**more):
-        return client.post("/v1/facts/delete", **more)
+    def post(headers=None, **more):
+        return client.post("/v1/facts/delete", headers=headers or {"Content-Type": "application/json"}, **more)
 
     assert post(content=b"{").status_code == 400
     assert post(content=b"").status_code == 400
     assert post(content=b'{"ids": ["\xff"]}').status_code == 400
     assert post(content=b"[" * 100_000).status_code in (400, 422)
     assert post(content=b"a=1", headers={"Content-Type": "application/x-www-form-urlencoded"}).status_code == 415
+    assert client.post("/v1/facts/delete", content=b'{"ids": ["f1"]}').status_code == 415
     assert error_of(post(json=[]))["message"]
 
 

@@ -453,8 +453,11 @@ def matrix(values: list[bytes | list[float]], dim: int, name: str) -> npt.NDArra
 
 
 def decode(body: bytes, content_type: str | None, kind: type[Any]) -> Any:
-    """A request's body as its struct. Raises `Refusal`: 415, 400 or 422."""
-    media = (content_type or JSON).partition(";")[0].strip().lower()
+    """A request's body as its struct. Raises `Refusal`: 415, 400 or 422.
+
+    A body without a type is refused: a page in somebody's browser can send one to a server on loopback unasked.
+    """
+    media = (content_type or "none").partition(";")[0].strip().lower()
     try:
         if media == MSGPACK:
             return msgspec.msgpack.decode(body, type=kind)
