@@ -553,8 +553,8 @@ def test_logs_hold_no_texts_vectors_or_keys(tmp_path, folder, caplog):
         client.post(f"/v1/sessions/{sid}/rank", json=rank())
         client.post(f"/v1/sessions/{sid}/update", json=update(output="an output nobody may log"))
         service = client.app.state.service
-        service.tenants["one"].facts.quarantined = lambda: 1 / 0
-        answer = client.get("/v1/stats")
+        service.tenants["one"].facts.remove = lambda ids, **_: 1 / 0
+        answer = client.delete("/v1/facts/f1")
         assert answer.status_code == 500
         assert error_of(answer)["code"] == "internal"
     lines = [repr(vars(record)) for record in caplog.records]

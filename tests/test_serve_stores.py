@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -117,3 +118,35 @@ def test_filters_that_are_none(tmp_path):
             refused = client.post(f"/v1/sessions/{sid}/rank", json=rank(where=where))
             assert refused.status_code == 422, where
             assert field is None or error_of(refused)["field"] == field
+
+
+def test_ranks_and_looks_do_not_wait_for_a_write(folder):
+    with serving(folder) as client:
+        sid = created(client)
+        tenant = client.app.state.service.tenants["default"]
+        go, begun = threading.Event(), threading.Event()
+        add = tenant.facts.add
+
+        def slow(*args, **columns):
+            begun.set()
+            assert go.wait(20)
+            return add(*args, **columns)
+
+        tenant.facts.add = slow
+        writers = [threading.Thread(target=client.post, args=("/v1/facts",), kwargs={"json": facts(n)}) for n in "xyz"]
+        try:
+            for writer in writers:
+                writer.start()
+            assert begun.wait(20)
+            for _ in range(4):
+                assert client.post(f"/v1/sessions/{sid}/rank", json=rank()).status_code == 200
+                assert client.get("/v1/stats").json()["facts"] == 60
+                assert created(client)
+            late = client.put("/v1/facts", json=facts("late"), headers={"CDR-Deadline-Ms": "50"})
+            assert late.status_code == 504
+        finally:
+            go.set()
+            for writer in writers:
+                writer.join()
+        assert client.get("/v1/stats").json()["facts"] == 63
+        assert client.get("/v1/facts/late").status_code == 404

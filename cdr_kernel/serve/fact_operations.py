@@ -114,7 +114,7 @@ async def stats(call: Call) -> Answer:
     return Answer(
         schema.Stats(
             facts=len(store),
-            quarantined=tenant.facts.quarantined(),
+            quarantined=tenant.facts.quarantined,
             dim=store.dim,
             dtype=store.dtype.name,
             embedding_model=store.embedding_model,
@@ -130,28 +130,33 @@ async def stats(call: Call) -> Answer:
 
 async def _written(call: Call, write: Callable[[], Any]) -> Answer:
     with call.service.stage("write"):
-        return Answer(await call.thread(write))
+        return Answer(await call.thread(write, writes=True))
 
 
 async def once(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Do the work of a request that belongs to no session, one at a time, and once per Idempotency-Key.
+    """Do the work of a request that changes facts, one at a time, and once per Idempotency-Key.
 
     Until it begins the deadline counts; then it is finished and answered, so that 504 means nothing was changed.
     """
-    tenant = call.tenant
-    await call.locked(tenant.writes)
+    await call.locked(call.tenant.writes)
     try:
-        if call.key is not None:
-            done = replayed(await tenant.sessions.answers.get(call.key), call.digest)
-            if done is not None:
-                return replay(done)
-        call.check_deadline()
-        answer = await work()
-        if call.key is not None:
-            await tenant.sessions.answers.put(call.key, done_of(call, answer))
-        return answer
+        return await keyed(call, work)
     finally:
-        tenant.writes.release()
+        call.tenant.writes.release()
+
+
+async def keyed(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Do the work, unless its Idempotency-Key has an answer; for a caller that has the lock."""
+    answers = call.tenant.sessions.answers
+    if call.key is not None:
+        done = replayed(await answers.get(call.key), call.digest)
+        if done is not None:
+            return replay(done)
+    call.check_deadline()
+    answer = await work()
+    if call.key is not None:
+        await answers.put(call.key, done_of(call, answer))
+    return answer
 
 
 def done_of(call: Call, answer: Answer) -> Done:

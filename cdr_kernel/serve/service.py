@@ -46,7 +46,8 @@ class Tenant:
     local: LocalSessions
     signer: Signer
     in_flight: int = 0
-    writes: asyncio.Lock = field(default_factory=asyncio.Lock)
+    writes: asyncio.Lock = field(default_factory=asyncio.Lock)  # of facts
+    starts: asyncio.Lock = field(default_factory=asyncio.Lock)  # of sessions, under an Idempotency-Key
 
     @property
     def model(self) -> str:
@@ -93,11 +94,12 @@ class Call:
         except TimeoutError:
             raise late() from None
 
-    async def thread(self, work: Callable[[], T]) -> T:
-        """Run this in the pool. What the library refuses becomes a `Refusal`."""
+    async def thread(self, work: Callable[[], T], *, writes: bool = False) -> T:
+        """Run this in the pool, or in that of changes to stores. What the library refuses becomes a `Refusal`."""
+        pool = self.service.writing if writes else self.service.pool
         try:
             context = contextvars.copy_context()  # the span of the request
-            return await asyncio.get_running_loop().run_in_executor(self.service.pool, lambda: context.run(work))
+            return await asyncio.get_running_loop().run_in_executor(pool, lambda: context.run(work))
         except Exception as error:  # `refuse` raises it again where it is not the request's fault
             refuse(error)
 
@@ -130,6 +132,8 @@ class Service:
         self.problem: Exception | None = None
         self.tenants: dict[str, Tenant] = {}
         self.pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-work")
+        # Of its own, since a change waits for the disk and for other processes: ranks must not wait with it.
+        self.writing = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-write")
         self.embedding = ThreadPoolExecutor(1, thread_name_prefix="cdr-embed")
         self.token_key = settings.token_key or secrets.token_bytes(32)
         self.shared: Redis | None = None if settings.redis is None else Redis(settings.redis)
@@ -205,11 +209,13 @@ class Service:
         while True:
             await asyncio.sleep(self.settings.refresh_s)
             for tenant in self.tenants.values():
-                if tenant.facts.durable:
-                    try:
-                        await asyncio.get_running_loop().run_in_executor(self.pool, tenant.facts.refresh)
-                    except Exception as error:  # the store as it is still serves; the log says what is wrong with it
-                        fault(error, "refresh")
+                if not tenant.facts.durable:
+                    continue
+                try:
+                    async with tenant.writes:
+                        await asyncio.get_running_loop().run_in_executor(self.writing, tenant.facts.refresh)
+                except Exception as error:  # the store as it is still serves; the log says what is wrong with it
+                    fault(error, "refresh")
 
     def watch(self, tenant: Tenant) -> None:
         """Have /metrics read a tenant's sizes when it is asked."""
@@ -228,6 +234,7 @@ class Service:
         if self._batcher is not None:
             self._batcher.close()
         self.pool.shutdown()
+        self.writing.shutdown()
         self.embedding.shutdown()
         for tenant in self.tenants.values():
             tenant.facts.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import Envelope
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.errors import Refusal, invalid, not_found, unavailable
-from cdr_kernel.serve.fact_operations import done_of, once, replay
+from cdr_kernel.serve.fact_operations import done_of, keyed, replay
 from cdr_kernel.serve.idempotency import replayed
 from cdr_kernel.serve.kept_window import KeptWindow, envelope_of
 from cdr_kernel.serve.service import Answer, Call
@@ -52,7 +52,7 @@ async def create_session(call: Call) -> Answer:
         entry = await tenant.sessions.create(await call.thread(make))
         return Answer(session_body(entry.id, entry.now.session))
 
-    return await once(call, work)
+    return await started(call, work)
 
 
 async def get_session(call: Call) -> Answer:
@@ -134,7 +134,7 @@ async def snapshot_session(call: Call) -> Answer:
         branch = await call.tenant.sessions.create(entry.now.session.snapshot(), id=new_id())
         return Answer(session_body(branch.id, branch.now.session))
 
-    return await once(call, work)
+    return await started(call, work)
 
 
 async def merge_sessions(call: Call) -> Answer:
@@ -197,7 +197,19 @@ async def resume_session(call: Call) -> Answer:
             raise Refusal(409, "session_exists", message, field="token") from None
         return Answer(session_body(entry.id, entry.now.session))
 
-    return await once(call, work)
+    return await started(call, work)
+
+
+async def started(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Do the work of a request that makes a session, once per Idempotency-Key."""
+    if call.key is None:
+        call.check_deadline()
+        return await work()
+    await call.locked(call.tenant.starts)
+    try:
+        return await keyed(call, work)
+    finally:
+        call.tenant.starts.release()
 
 
 Change: TypeAlias = Callable[[Entry, Version, Session], Answer]

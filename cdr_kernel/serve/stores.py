@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from cdr_kernel.durable import DurableStore, is_durable
 from cdr_kernel.ngram import HashKey
 from cdr_kernel.serve.errors import invalid
 from cdr_kernel.store import Added, FactStore
 
+T = TypeVar("T")
+
 
 class Facts(Protocol):
     """What the operations ask of a store.
 
-    durable: whether facts outlast the process. facts: what is ranked; changed by the methods alone.
+    durable: whether facts outlast the process. quarantined: how many facts are. facts: what is ranked; changed by the
+    methods alone, which may wait for the disk and for other processes.
     """
 
     durable: bool
+    quarantined: int
 
     @property
     def facts(self) -> FactStore:
@@ -38,9 +42,6 @@ class Facts(Protocol):
     def release(self, ids: list[str]) -> int:
         """See `DurableStore.release`."""
 
-    def quarantined(self) -> int:
-        """How many facts are."""
-
     def refresh(self) -> bool:
         """See what other processes have changed, and take out what is past its time; whether anything changed."""
 
@@ -55,6 +56,7 @@ class DurableFacts:
 
     def __init__(self, path: Path, hash_key: HashKey | None = None) -> None:
         self._store = DurableStore.open(path, hash_key=hash_key)
+        self.quarantined = len(self._store.quarantined())
 
     @property
     def facts(self) -> FactStore:
@@ -63,41 +65,43 @@ class DurableFacts:
 
     def add(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
         """See `Facts`."""
-        return self._store.add(ids, texts, embeddings, **columns)
+        return self._counted(self._store.add(ids, texts, embeddings, **columns))
 
     def upsert(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
         """See `Facts`."""
-        return self._store.upsert(ids, texts, embeddings, **columns)
+        return self._counted(self._store.upsert(ids, texts, embeddings, **columns))
 
     def remove(self, ids: list[str], *, missing: str = "raise") -> int:
         """See `Facts`."""
-        return self._store.remove(ids, missing=missing)
+        return self._counted(self._store.remove(ids, missing=missing))
 
     def quarantine(self, ids: list[str], reason: str | None = None) -> int:
         """See `Facts`."""
-        return self._store.quarantine(ids, reason)
+        return self._counted(self._store.quarantine(ids, reason))
 
     def release(self, ids: list[str]) -> int:
         """See `Facts`."""
-        return self._store.release(ids)
-
-    def quarantined(self) -> int:
-        """See `Facts`."""
-        return len(self._store.quarantined())
+        return self._counted(self._store.release(ids))
 
     def refresh(self) -> bool:
         """See `Facts`."""
-        return self._store.refresh()
+        return self._counted(self._store.refresh())
 
     def close(self) -> None:
         """See `Facts`."""
         self._store.close()
+
+    def _counted(self, result: T) -> T:
+        """Count here, where changes take their time, what others may then read at once."""
+        self.quarantined = len(self._store.quarantined())
+        return result
 
 
 class FolderFacts:
     """A store that `FactStore.save` wrote. What is changed here lasts as long as the process. See `Facts`."""
 
     durable = False
+    quarantined = 0
 
     def __init__(self, path: Path, hash_key: HashKey | None = None) -> None:
         self._store = FactStore.load(path, hash_key=hash_key)
@@ -132,10 +136,6 @@ class FolderFacts:
     def release(self, ids: list[str]) -> int:
         """Raises `Refusal`."""
         raise _needs_durable("ids")
-
-    def quarantined(self) -> int:
-        """None is."""
-        return 0
 
     def refresh(self) -> bool:
         """Nobody else changes it."""
