@@ -254,6 +254,11 @@ class Server:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
+    def cpu_s(self) -> float:
+        """Seconds of processor time so far, of all its threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def end(self) -> dict[str, Any]:
         """Tell it to end; what it says of the requests it accepted and answered, and its exit status."""
         self.process.send_signal(signal.SIGTERM)
@@ -298,9 +303,9 @@ async def check(load: Load, port: int, retriever: Retriever) -> bool:
 async def measure(load: Load, server: Server, options: argparse.Namespace) -> dict[str, Any]:
     """One server: warm, then runs of capacity and overload in turn, and memory over all of them."""
     await at_capacity(load, server.port, options.requests // 2)
-    before = server.rss()
+    before, cpu = server.rss(), server.cpu_s()
     calm = [await at_capacity(load, server.port, options.requests) for _ in range(options.runs)]
-    after = server.rss()
+    after, cpu = server.rss(), server.cpu_s() - cpu
     busy: list[Seen] = []
     for run in range(options.runs):
         rate = OVERLOAD * calm[run].rps
@@ -318,6 +323,7 @@ async def measure(load: Load, server: Server, options: argparse.Namespace) -> di
         "p50_rank_ms": middle([seen.quantile(50, "rank") for seen in calm]),
         "p99_rank_ms": middle([seen.quantile(99, "rank") for seen in calm]),
         "rps": middle([seen.rps for seen in calm], 1),
+        "cpu_ms_per_request": round(cpu * 1e3 / (options.runs * options.requests), 3),
         "errors": sum(seen.errors for seen in (*calm, *busy)),
         "rejected_at_capacity": sum(seen.statuses["429"] for seen in calm),
         "rejected": sum(seen.statuses["429"] for seen in busy),
@@ -392,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--requests", type=int, default=7_000, help="of each run; memory is compared over all runs")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--max-queue", type=int, default=128)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args(arguments)

@@ -146,3 +146,16 @@ def test_closing_ranks_whoever_waits_and_takes_no_more(held):
     status, found = asyncio.run(run())
     assert status == 503
     assert [len(each) for each in found] == [5] * 5
+
+
+def test_two_threads_rank_two_batches_at_a_time(held):
+    sizes = []
+    batcher = Batcher(most=2, depth=100, threads=2, report=lambda size, waited, seconds: sizes.append(size))
+    lane = Lane(Retriever(make_store()))
+    asks = [ask(i) for i in range(9)]
+    found = asyncio.run(all_of(batcher, [lane] * 9, asks, held))
+    batcher.close()
+    assert sum(sizes) == 9
+    for each, ranking in zip(asks, found, strict=True):
+        alone = cdr_rank(each.query, Retriever(make_store()), each.session, k=each.k)
+        assert (ranking.ids, ranking.score.tobytes()) == (alone.ids, alone.score.tobytes())

@@ -1,7 +1,7 @@
 """Concurrent ranks into one `rank_many`: whoever waits while a batch runs is in the next one.
 
-Nobody waits for a batch to fill. One thread ranks; the C++ core releases the GIL and has threads of its own. Tenants
-take turns, and a batch is of one tenant.
+Nobody waits for a batch to fill. A second thread ranks while the first one's batch is packed and answered, so that no
+core waits; the C++ core releases the GIL and has threads of its own. Tenants take turns, and a batch is of one tenant.
 """
 
 from __future__ import annotations
@@ -56,14 +56,19 @@ class Lane:
 
 
 class Batcher:
-    """The thread that ranks.
+    """The threads that rank.
 
-    most: asks in a batch. depth: asks that may wait in a lane; one more is `overloaded`. report: called in the thread
-    with (batch size, seconds each waited, seconds it ran).
+    most: asks in a batch. threads: how many batches at a time. depth: asks that may wait in a lane; one more is
+    `overloaded`. report: called in the thread with (batch size, seconds each waited, seconds it ran).
     """
 
     def __init__(
-        self, *, most: int, depth: int, report: Callable[[int, Sequence[float], float], object] | None = None
+        self,
+        *,
+        most: int,
+        depth: int,
+        threads: int = 1,
+        report: Callable[[int, Sequence[float], float], object] | None = None,
     ) -> None:
         self._most = most
         self._depth = depth
@@ -71,8 +76,9 @@ class Batcher:
         self._turn = threading.Condition()
         self._lanes: deque[Lane] = deque()  # those with someone waiting, in the order of their turns
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="cdr-rank", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="cdr-rank", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     async def rank(self, lane: Lane, ask: Ask) -> Ranking:
         """The ranking, or a `Refusal`: 429 where the lane is full, 504 where the deadline passes first."""
@@ -94,11 +100,12 @@ class Batcher:
             raise late() from None
 
     def close(self) -> None:
-        """Rank whoever still waits, then end the thread."""
+        """Rank whoever still waits, then end the threads."""
         with self._turn:
             self._closed = True
-            self._turn.notify()
-        self._thread.join()
+            self._turn.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while self._next():

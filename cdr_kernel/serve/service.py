@@ -171,7 +171,12 @@ class Service:
             from cdr_kernel.embedder import load_embedder
 
             self._embedder = load_embedder(settings.embed)
-        self._batcher = Batcher(most=settings.max_batch, depth=settings.max_queue, report=self._batched)
+        self._batcher = Batcher(
+            most=settings.max_batch,
+            depth=settings.max_queue,
+            threads=settings.rank_threads,
+            report=self._batched,
+        )
         found = {}
         for name, folder in self.folders().items():
             facts = open_facts(folder, settings.hash_key)

@@ -29,7 +29,8 @@ class Settings:
     redis: URL of a Redis for sessions that replicas share.
 
     max_body: bytes of a request. max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that
-    go into one `rank_many`, 1 for none. max_k: facts of one ranking. max_documents: of one rerank.
+    go into one `rank_many`, 1 for none. rank_threads: batches at a time. max_k: facts of one ranking. max_documents: of
+    one rerank.
     deadline_s: seconds a request may take unless its CDR-Deadline-Ms says less.
     session_ttl_s: seconds since a session was last used. max_sessions, session_bytes: what sessions of one tenant may
     take in this process; the least recently used ones go first. row_cache_bytes: what rankings keep between windows,
@@ -53,7 +54,8 @@ class Settings:
     redis: str | None = field(default=None, repr=False)
     max_body: int = 16 * MIB
     max_queue: int = 128
-    max_batch: int = 64
+    max_batch: int = 8
+    rank_threads: int = 2
     max_k: int = 10_000
     max_documents: int = 1_000
     deadline_s: float = 30.0
