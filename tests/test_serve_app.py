@@ -327,28 +327,25 @@ def test_updates_of_one_session_take_turns_and_none_is_lost(client):
 def test_a_deadline_that_passes_is_504_and_changes_nothing(client):
     sid = created(client)
     service = client.app.state.service
-    release = threading.Event()
-    blocked = [service.pool.submit(release.wait) for _ in range(service.settings.threads)]
-    try:
-        for path, body in ((f"/v1/sessions/{sid}/update", update()), (f"/v1/sessions/{sid}/rank", rank())):
-            answers = []
-            thread = threading.Thread(
-                target=lambda p=path, b=body, a=answers: a.append(
-                    client.post(p, json=b, headers={"CDR-Deadline-Ms": "30"})
-                )
-            )
+    for path, body in ((f"/v1/sessions/{sid}/update", update()), (f"/v1/sessions/{sid}/rank", rank())):
+        release, answers = threading.Event(), []
+        blocked = [service.pool.submit(release.wait, 60) for _ in range(service.settings.threads)]
+
+        def send(path=path, body=body, answers=answers):
+            answers.append(client.post(path, json=body, headers={"CDR-Deadline-Ms": "400"}))
+
+        thread = threading.Thread(target=send)
+        try:
             thread.start()
-            time.sleep(0.1)
+            while thread.is_alive() and not service.pool._work_queue.qsize():
+                time.sleep(0.002)
+            time.sleep(0.5)  # what waits in the pool is late now
+        finally:
             release.set()
             thread.join()
-            release.clear()
-            blocked = [service.pool.submit(release.wait) for _ in range(service.settings.threads)]
-            assert answers[0].status_code == 504, answers[0].text
-            assert error_of(answers[0])["code"] == "deadline"
-    finally:
-        release.set()
-    for task in blocked:
-        task.result()
+        assert [task.result() for task in blocked] == [True, True]
+        assert answers[0].status_code == 504, answers[0].text
+        assert error_of(answers[0])["code"] == "deadline"
     assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 0
     for bad in ("0", "-1", "soon", "1.5", "9" * 30):
         answer = client.get("/v1/stats", headers={"CDR-Deadline-Ms": bad})
