@@ -36,6 +36,8 @@ from cdr_kernel.retrieve import WORTH_CODES
 MODEL = "bench"
 WINDOWS = 5
 OVERLOAD = 4
+CONNECTIONS = 512
+"""Open before the overload begins, as those of a gateway are; more are opened where all are busy."""
 RESIDUAL = 8
 START_S = 600
 OUTPUT = "the cluster network gives every pod an address and routes packets between the nodes of the cluster "
@@ -55,8 +57,8 @@ class Connection:
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         """Status and body of the answer. Raises OSError or EOFError where the connection ends first."""
-        if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
+        await self.open()
+        assert self._streams is not None
         reader, writer = self._streams
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
@@ -66,6 +68,11 @@ class Connection:
         if b"connection: close" in lower:
             self.close()
         return int(head[9:12]), body
+
+    async def open(self) -> None:
+        """Connect, unless it is."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
 
     def close(self) -> None:
         """End it."""
@@ -201,7 +208,9 @@ async def at_capacity(load: Load, port: int, requests: int, until: asyncio.Event
 
 async def overloaded(load: Load, port: int, rate: float, requests: int) -> Seen:
     """So many requests a second, whatever comes back; requests of one session may then overtake each other."""
-    seen, idle = Seen(), [Connection(port) for _ in range(64)]
+    seen, idle = Seen(), [Connection(port) for _ in range(CONNECTIONS)]
+    for connection in idle:
+        await connection.open()
     steps = [load.steps(i) for i in range(len(load.ids))]
     tasks: set[asyncio.Task[None]] = set()
 

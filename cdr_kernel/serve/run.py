@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,8 @@ from cdr_kernel.serve.settings import Settings
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 65
+SWITCH_S = 0.0005
+"""How long a thread that ranks or packs may keep the event loop, which turns requests away, from running."""
 
 
 class _Server(uvicorn.Server):
@@ -83,6 +86,7 @@ def run(settings: Settings) -> int:
         problems.append(error)
         server.should_exit = True
 
+    sys.setswitchinterval(SWITCH_S)
     app = build(settings, failed=failed)
     service: Service = app.state.service
     if settings.token_key is None:
