@@ -419,9 +419,9 @@ def _least(enters: Callable[[float], bool], now: float) -> float | None:
     """The least float64 above `now` that lets the fact in, None where none up to 2^100 does."""
     high = max(1.0, 2.0 * now)
     while not enters(high):
-        high *= 1024.0
-        if high > _LARGEST:
+        if high >= _LARGEST:
             return None
+        high = min(1024.0 * high, _LARGEST)
     low, top = _bits(now), _bits(high)
     while low + 1 < top:
         middle = (low + top) // 2
