@@ -258,6 +258,8 @@ def _from_settings(
     own = "min_relevance first_window_pull clamp_novelty exhaustion exclude_packed"
     if _extra_fields(data):
         own = " ".join(item.name for item in fields(Calibrated))
+        if isinstance(settings, dict):  # written before there was feedback in words: none
+            settings = {"lexical_feedback_weight": 0.0, **settings}
         if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
             settings = {**settings, "feedback_weight": None, "lexical_feedback_weight": None}
     _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
@@ -293,8 +295,16 @@ def _restore(
         completeness=check_number(data["completeness"], "completeness", 0.0, 1.0),
         words={id: check_integer(words[id], f"the words of {id!r}", 0) for id in session._index},
         packed=packed,
-        feedback=_read_feedback(session, data.get("feedback")),
+        feedback=_read_feedback(session, _with_words(data)),
     )
+
+
+def _with_words(data: dict[str, Any]) -> object:
+    """The feedback; in what was written before there were words in it, with none."""
+    stored = data.get("feedback")
+    if isinstance(stored, dict) and "lexical_feedback_weight" not in data["settings"]:
+        return {"words": None if stored.get("direction") is None else [], **stored}
+    return stored
 
 
 def _read_feedback(session: Session, stored: object) -> Feedback | None:
