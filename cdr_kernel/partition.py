@@ -83,6 +83,7 @@ def keys_of(ids: Sequence[str], sources: Sequence[str | None], by: str) -> list[
 def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
     """The facts in these rows as keywords of ``FactStore.add``, with their sequence numbers."""
     facts = view.facts(rows.tolist())
+    names = sorted({name for fact in facts for name in fact.attributes})
     return {
         "ids": [fact.id for fact in facts],
         "texts": [fact.text for fact in facts],
@@ -90,6 +91,7 @@ def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
         "importance": view.importance[rows],
         "source": [fact.source for fact in facts],
         "position": [fact.position for fact in facts],
+        "attributes": {name: [fact.attributes.get(name) for fact in facts] for name in names},
         "sequence": view.sequence[rows],
     }
 

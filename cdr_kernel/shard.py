@@ -99,7 +99,8 @@ class Ask:
     """What one session asks of a shard for its next window.
 
     token: names the session; session: itself, without its state, for a shard that does not know it. columns: fields
-    of `Columns`; scored: see `evidence.Asked`. covered: (sub-query, depth) by coverage entry; remaining: sub-queries.
+    of `Columns`, residual None for the vectors of the remaining sub-queries; scored: see `evidence.Asked`. covered:
+    (sub-query, depth) by coverage entry; remaining: sub-queries.
     packed: facts that were packed, where it matters. task: names the evidence; evidence: itself.
     """
 
@@ -135,7 +136,7 @@ class Answer:
     """The k best facts of one shard for one session, best first: their sequence numbers and the ranking's arrays.
 
     qualified, activations: as in `Ranking`; passed, new: facts that passed the gate, and those of them never packed.
-    digest: of the blacklist that was counted.
+    digest: of the blacklist that was counted. facts: themselves, where they were asked for.
     """
 
     sequence: Int64
@@ -145,6 +146,7 @@ class Answer:
     passed: int
     new: int
     digest: str | None
+    facts: tuple[Fact, ...] | None = None
 
 
 def columns_fields(columns: Columns) -> dict[str, Any]:
@@ -246,6 +248,10 @@ class Shard:
         """Sequence numbers and ids of all facts."""
         return view.sequence[view.alive], view.ids
 
+    def kinds(self, view: StoreView) -> dict[str, type]:
+        """Types of the further columns by name."""
+        return view.attribute_types
+
     def sequences(self, view: StoreView) -> Int64:
         """Sequence numbers of all facts."""
         return view.sequence[view.alive]
@@ -283,6 +289,11 @@ class Shard:
     def save(self, view: StoreView, path: str) -> int:
         """Write the facts to a folder; no change may come meanwhile."""
         save_part(self.store, Path(path))
+        return len(view)
+
+    def prepare(self, view: StoreView) -> int:
+        """Make the codes of a scan now, however few facts there are; returns the number of facts."""
+        self._retriever.prepare()
         return len(view)
 
     def moments(self, view: StoreView) -> Sums:
@@ -323,8 +334,11 @@ class Shard:
         """Sums of the weighted BM25 of each."""
         return term_sums(self._retriever, view, asked, counts)
 
-    def rank(self, view: StoreView, asks: tuple[Ask, ...], k: int | None, multiplier: Any) -> list[Answer]:
-        """The k best facts for each of these sessions; multiplier: as in `cdr_rank`, of this shard's facts."""
+    def rank(
+        self, view: StoreView, asks: tuple[Ask, ...], k: int | None, multiplier: Any, whole: bool = False
+    ) -> list[Answer]:
+        """The k best facts for each of these sessions. multiplier: as in `cdr_rank`, of this shard's facts; whole: with
+        the facts themselves."""
         known = [self._known(ask) for ask in asks]
         guards = [self._guard(ask, each) for ask, each in zip(asks, known, strict=True)]
         asked = [self._asked(ask, each.session, view) for ask, each in zip(asks, known, strict=True)]
@@ -337,7 +351,8 @@ class Shard:
         for ask, session, guard, each, kept in zip(asks, sessions, guards, asked, found, strict=True):
             question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
             ranking, passed, new = question.counted(k, factors)
-            answers.append(_answer(ranking, passed, new, None if ask.blacklist is None else ask.blacklist.digest))
+            digest = None if ask.blacklist is None else ask.blacklist.digest
+            answers.append(_answer(ranking, passed, new, digest, whole))
         return answers
 
     def _known(self, ask: Ask) -> _Known:
@@ -376,7 +391,10 @@ class Shard:
     def _asked(self, ask: Ask, session: Session, view: StoreView) -> Asked:
         scored = slice(*ask.scored)
         if ask.task is None:
-            return Asked(Columns(**ask.columns), scored, None)
+            fields = dict(ask.columns)
+            if fields["residual"] is None:
+                fields["residual"] = session.embeddings[list(ask.remaining)]
+            return Asked(Columns(**fields), scored, None)
         parts = session.calibrated
         assert parts is not None
         key = (*ask.task, view.version)
@@ -405,7 +423,7 @@ def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState
     )
 
 
-def _answer(ranking: Ranking, passed: int, new: int, digest: str | None) -> Answer:
+def _answer(ranking: Ranking, passed: int, new: int, digest: str | None, whole: bool) -> Answer:
     return Answer(
         sequence=np.array([fact.sequence for fact in ranking.facts], np.int64),
         arrays={name: getattr(ranking, name) for name in ARRAYS},
@@ -414,6 +432,7 @@ def _answer(ranking: Ranking, passed: int, new: int, digest: str | None) -> Answ
         passed=passed,
         new=new,
         digest=digest,
+        facts=ranking.facts if whole else None,
     )
 
 

@@ -53,6 +53,7 @@ from cdr_kernel.task import SessionState
 __all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]
 
 _TASKS_KEPT = 64
+_WHOLE = 512  # facts that may come along with the keys; more are asked for when it is known which
 _SHARE = 0.75  # of the time that is left, for one round of questions
 _BLACKLISTS_KEPT = 4  # of a session, so that replicas that lag a little are sent little
 
@@ -213,12 +214,13 @@ class ShardedRetriever:
                 state.guard.overlap_rows(self._no_tokens)  # raises where its tokenizer or key is another
         each = [self._asked(*of, window) for of in zip(queries, sessions, states, strict=True)]
         factors = self._multipliers(multiplier, window)
+        whole = k is not None and k * len(window.snapshot.groups) * len(sessions) <= _WHOLE
         written = [self._written(session, state) for session, state in zip(sessions, states, strict=True)]
 
         def arguments(group: Group) -> Callable[[Slot, bool], tuple[Any, ...]]:
             def of(slot: Slot, full: bool) -> tuple[Any, ...]:
                 asks = tuple(self._ask(slot, full, *some) for some in zip(sessions, states, each, written, strict=True))
-                return asks, k, factors(group)
+                return asks, k, factors(group), whole
 
             return of
 
@@ -336,10 +338,13 @@ class ShardedRetriever:
         send = evidence if full or task not in slot.known else None
         if task is not None:
             slot.remember(task, True)
+        columns = columns_fields(what.columns)
+        if task is None and len(what.columns.residual):
+            columns["residual"] = None  # those of the sub-queries that remain, which the shard knows
         return Ask(
             token=token,
             session=bare if held is None else None,
-            columns=columns_fields(what.columns),
+            columns=columns,
             scored=(what.scored.start, what.scored.stop),
             covered=tuple((index[entry.sub_query_id], entry.depth_weight) for entry in state.coverage),
             remaining=tuple(index[item.id] for item in state.residual),
@@ -353,6 +358,9 @@ class ShardedRetriever:
         self, window: _Window, answers: Mapping[str, list[Answer]], chosen: Sequence[Merged]
     ) -> dict[int, Fact] | None:
         """The facts of all that was chosen, by sequence; None where another shard had to be given up."""
+        given = [answer.facts for some in answers.values() for answer in some]
+        if all(facts is not None for facts in given):
+            return {fact.sequence: fact for facts in given for fact in facts or ()}
         wanted: dict[str, set[int]] = {}
         names = list(answers)
         for merge in chosen:
@@ -461,6 +469,8 @@ def _valid(answers: list[Answer], k: int | None, digests: Sequence[str | None]) 
     """Whether these can be a shard's answers: finite numbers in order, of the blacklists that were meant."""
     for answer, digest in zip(answers, digests, strict=True):
         sequence, count = answer.sequence, len(answer.sequence)
+        if answer.facts is not None and [fact.sequence for fact in answer.facts] != sequence.tolist():
+            return False
         if answer.digest != digest or (k is not None and count > k) or not count <= answer.qualified <= answer.passed:
             return False
         for name in ARRAYS:

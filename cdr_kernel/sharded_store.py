@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from cdr_kernel.arrays import Int64
+from cdr_kernel.attributes import Attribute
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import (
@@ -39,6 +40,7 @@ from cdr_kernel.shard import Change, Reply, Request, Shard
 from cdr_kernel.store import Added, Fact, FactStore
 
 _ATTEMPTS = 100
+_ATTRIBUTE = "attribute "
 
 
 class ShardsMissing(TimeoutError):
@@ -125,6 +127,7 @@ class ShardedStore:
         self._pool = pool
         self._lock = threading.RLock()
         self._next_sequence = next_sequence
+        self._kinds: dict[str, type] | None = None  # of further columns, asked of the shards when first needed
         groups = tuple(Group(name, start(name), v, keep=home is not None) for name, v in versions.items())
         self._snapshot = Snapshot(version, 0, groups, tuple(group.version for group in groups))
         if facts is None:
@@ -342,17 +345,30 @@ class ShardedStore:
             sequence = view.sequence + self._next_sequence if "sequence" not in keywords else view.sequence
             if sequence[0] < self._next_sequence:
                 raise ValueError(f"sequence: expected at least {self._next_sequence}, got {sequence[0]}")
+            kinds = self._checked_kinds(view.attribute_types)
             rows = np.arange(len(names))
             owner = owners(keys_of(names, view.sources(rows.tolist()), self.by), self.shards)
             changes = {}
             for i, group in enumerate(self._snapshot.groups):
                 here, old = rows[owner == i], tuple(id for id in names if present.get(id) == group.name)
                 if len(here) or old:
-                    facts = {**facts_in(view, here), "sequence": sequence[here]} if len(here) else None
+                    facts = {**_typed(facts_in(view, here), kinds), "sequence": sequence[here]} if len(here) else None
                     changes[group.name] = Change(old, facts)
             self._next_sequence = int(sequence[-1]) + 1
+            self._kinds = kinds or self._kinds
             self._commit(changes, len(names) - len(present))
         return added
+
+    def _checked_kinds(self, added: Mapping[str, type]) -> dict[str, type]:
+        """Types of all further columns with these; TypeError where one has another type in the shards."""
+        if not added and self._kinds is None:
+            return {}
+        if self._kinds is None:
+            self._kinds = {name: kind for part in self._ask("kinds") for name, kind in part.items()}
+        for name, kind in added.items():
+            if name in self._kinds:
+                Attribute(self._kinds[name]).check_kind(kind, f"attributes[{name!r}]")
+        return {**added, **self._kinds}
 
     def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
         """As ``FactStore.remove``."""
@@ -381,6 +397,10 @@ class ShardedStore:
             if changes:
                 self._commit(changes, 0)
         return sum(removed.values())
+
+    def prepare(self) -> None:
+        """Have all replicas make the codes of their scans now, as ``Retriever.prepare``."""
+        self._told(self._snapshot.groups, "prepare")
 
     def save(self, home: str | os.PathLike[str] | None = None) -> None:
         """Write all shards to the folder they were opened from, or another one, as a partition.
@@ -457,12 +477,18 @@ class ShardedStore:
                 parts.append(self._ask_one(group, version, "take", (some,)))
         order = np.argsort(np.concatenate([part["sequence"] for part in parts]))
         out: dict[str, Any] = {}
+        names = sorted({name for part in parts for name in part["attributes"]})
+        for part in parts:
+            none = [None] * len(part["ids"])
+            part.update({_ATTRIBUTE + name: part["attributes"].get(name, none) for name in names})
+            del part["attributes"]
         for name in parts[0]:
             if isinstance(parts[0][name], np.ndarray):
                 out[name] = np.concatenate([part[name] for part in parts])[order]
             else:
                 values = [value for part in parts for value in part[name]]
                 out[name] = [values[i] for i in order.tolist()]
+        out["attributes"] = {name: out.pop(_ATTRIBUTE + name) for name in names}
         return out
 
     def _commit(self, changes: Mapping[str, Change], more: int, *, added: Sequence[Group] = (), step: int = 1) -> None:
@@ -478,9 +504,9 @@ class ShardedStore:
         finally:
             self._snapshot = Snapshot(now.version + step, now.facts + more, groups, versions)
 
-    def _told(self, groups: Sequence[Group]) -> None:
+    def _told(self, groups: Sequence[Group], method: str = "applied") -> None:
         calls = [
-            Call(group, "applied", group.version, _no_arguments, only=slot) for group in groups for slot in group.slots
+            Call(group, method, group.version, _no_arguments, only=slot) for group in groups for slot in group.slots
         ]
         ask_all(calls, time.monotonic() + self.limits.timeout, self.limits, self.counts)
         for group in groups:
@@ -531,6 +557,14 @@ class ShardedStore:
         if missing:
             raise ShardsMissing(call.group.name for call in missing)
         return [call.value for call in calls]
+
+
+def _typed(facts: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The facts with integers as floats where the column is one of floats elsewhere."""
+    for name, values in facts["attributes"].items():
+        if kinds[name] is float:
+            facts["attributes"][name] = [None if value is None else float(value) for value in values]
+    return facts
 
 
 def _no_arguments(slot: Slot, full: bool) -> tuple[Any, ...]:

@@ -148,15 +148,18 @@ def kill(store, shard=0, replica=0):
     ray.kill(actor(store, shard, replica), no_restart=False)
 
 
-def back(store, shard=0, replica=0):
-    """What it says of its newest version, once it is there again."""
+def restarted(store, shard=0, replica=0):
+    """Kill it and wait until another process has taken its place."""
     import ray
 
+    _, pid = ray.get(actor(store, shard, replica).place.remote())
+    kill(store, shard, replica)
     while True:
         try:
-            return ray.get(actor(store, shard, replica).answer.remote(Request("applied", 10**6)))
+            if ray.get(actor(store, shard, replica).place.remote())[1] != pid:
+                return
         except ray.exceptions.RayActorError:
-            time.sleep(0.1)
+            time.sleep(0.05)
 
 
 def later(seconds, what):
@@ -269,7 +272,7 @@ def test_a_shard_that_cannot_be_reached_is_named(world, on_ray):
 @pytest.mark.ray
 def test_two_hundred_queries_while_actors_restart_in_turn(world, on_ray):
     store, items, query, _ = world
-    sharded, retriever = on_ray(replicas=2)
+    sharded, retriever = on_ray(replicas=2, hedge_after=0.5)
     more = facts(np.random.default_rng(9), 6, 700)
     for each in (store, sharded):
         each.add(**more)  # which restarted actors must be told
@@ -282,8 +285,7 @@ def test_two_hundred_queries_while_actors_restart_in_turn(world, on_ray):
     def restart():
         turn = 0
         while not stop.is_set():
-            kill(sharded, turn % 3, turn // 3 % 2)
-            back(sharded, turn % 3, turn // 3 % 2)
+            restarted(sharded, turn % 3, turn // 3 % 2)
             turn += 1
         return turn
 
@@ -352,6 +354,8 @@ def test_a_shard_that_returns_nan_is_restarted(world, on_ray):
 
 @pytest.mark.ray
 def test_stale_versions_and_old_blacklists_are_noticed(world, on_ray):
+    import ray
+
     store, items, query, home = world
     sharded, retriever = on_ray()
     session = spec(items, guard=NGramGuard(2))
@@ -363,10 +367,9 @@ def test_stale_versions_and_old_blacklists_are_noticed(world, on_ray):
     truth = cdr_rank(query, Retriever(store), session)
     same(cdr_rank(query, retriever, session), truth)
     for shard in range(3):
-        kill(sharded, shard)
-    for shard in range(3):
-        reply = back(sharded, shard)  # without its changes
-        assert (reply.status, reply.version) == ("stale", 0)
+        restarted(sharded, shard)
+        reply = ray.get(actor(sharded, shard).answer.remote(Request("applied", 10**6)))
+        assert (reply.status, reply.version) == ("stale", 0)  # without its changes
     resyncs = sharded.counts.resyncs
     same(cdr_rank(query, retriever, session), truth)
     assert sharded.counts.resyncs >= resyncs + 3

@@ -47,6 +47,7 @@ def facts(r, n, start=0, dim=DIM):
         "importance": r.choice([0.0, 0.5, 1.0, 1.0, 2.0], n),
         "source": [None if r.random() < 0.2 else f"s{r.integers(0, 1 + n // 4)}" for _ in range(n)],
         "position": [None if r.random() < 0.1 else int(r.integers(0, 6)) for _ in range(n)],
+        "attributes": {"language": [None if r.random() < 0.5 else str(r.choice(["en", "de"])) for _ in range(n)]},
     }
 
 
@@ -381,10 +382,10 @@ def test_a_lost_replica_is_asked_again(world, faulty):
     assert faulty.counts.retries >= 4
 
 
-@pytest.mark.parametrize("method", ["rank", "numbered", "moments", "word_counts", "word_sums", "best"])
+@pytest.mark.parametrize("method", ["rank", "numbered", "moments", "best"])
 def test_a_shard_that_stays_away_is_named(world, faulty, method):
     store, items, query = world
-    faulty.limits.timeout = 1.2
+    faulty.limits.timeout = 4.0  # the lost shard takes three quarters of it
     gone = {fact.id for fact in replicas(faulty)[0]._shard.store.get(replicas(faulty)[0]._shard.store.ids)}
 
     def before(request):
@@ -394,7 +395,7 @@ def test_a_shard_that_stays_away_is_named(world, faulty, method):
     for replica in replicas(faulty):
         replica.before = before
     session = calibrated(items)
-    ranking = cdr_rank(query, ShardedRetriever(faulty), session, k=70)
+    ranking = cdr_rank(query, ShardedRetriever(faulty), session, k=300)
     assert not ranking.complete
     assert ranking.missing_shards == ("shard-1",)
     assert 0 < len(ranking) < 70
@@ -695,3 +696,22 @@ def test_versions_that_are_too_old_are_not_answered(world):
     again = shard.answer(Request("applied", 40, (), 39, (Change(facts=facts(np.random.default_rng(39), 1, 1039)),)))
     assert again.value == 120  # a change that is there is not made twice
     assert shard.answer(Request("applied", 50)).version == 40
+
+
+def test_columns_have_one_type_in_all_shards(world):
+    store, _, query = world
+    with ShardedStore.split(store, shards=4, by="id") as sharded:
+        for each in (store, sharded):
+            each.add(["a", "b"], ["x"] * 2, [query] * 2, attributes={"weight": [0.5, None]})
+            with pytest.raises(TypeError, match="expected float as in the store, got str"):
+                each.add(["c"], ["x"], [query], attributes={"weight": ["heavy"]})
+            with pytest.raises(TypeError, match="expected str as in the store, got int"):
+                each.add(["c"], ["x"], [query], attributes={"language": [3]})
+            ids = [f"n{i}" for i in range(20)]
+            each.add(ids, ["x"] * 20, [query] * 20, attributes={"weight": list(range(20))})
+        assert sharded.version == store.version
+        sharded.add_shards(2)
+        assert sharded.get(sharded.ids) == store.get(store.ids)
+        assert {type(fact.attributes["weight"]) for fact in sharded.get(ids)} == {float}
+        with pytest.raises(NotImplementedError, match="where"):
+            cdr_rank(query, ShardedRetriever(sharded), spec(world[1]), where={"weight": 0.5})
