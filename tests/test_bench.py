@@ -112,6 +112,27 @@ def test_store():
         assert result[name] > 0
 
 
+def test_sharded(tmp_path):
+    run = bench("sharded", "--facts", "900", "--queries-timed", "2", "--ray", "off", "--simulated", "200", "--json")
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    result = json.loads(line)
+    assert result["in_process_identical"] is True
+    constants = result["constants"]
+    assert 1000 < constants["bytes_per_fact"] < 5000
+    assert constants["later_request_bytes"] < constants["first_request_bytes"] < 200_000
+    rows = result["simulation"]["rows"]
+    assert [row["shards"] for row in rows] == [8, 16, 32, 64, 128, 256]
+    assert all(row["hedged"]["p50"] > 0 for row in rows)
+    (tmp_path / "constants.json").write_text(line)
+    again = bench("sharded", "--constants", str(tmp_path / "constants.json"), "--simulated", "200", "--json")
+    assert json.loads(again.stdout)["simulation"] == result["simulation"]
+    other = bench(
+        "sharded", "--constants", str(tmp_path / "constants.json"), "--simulated", "200", "--seed", "1", "--json"
+    )
+    assert json.loads(other.stdout)["simulation"]["rows"] != rows
+
+
 def test_an_unknown_name_lists_the_known_ones():
     run = bench("nothing")
     assert run.returncode == 2
