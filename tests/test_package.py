@@ -42,6 +42,7 @@ EDGES = {
     "sharded",
     "sharded_store",
     "ray_shards",
+    "ray_serve",
     "serve",
     "cli",
     "__main__",
