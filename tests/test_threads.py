@@ -21,13 +21,13 @@ from cdr_kernel import (
     Session,
     SubQuery,
     WindowReport,
+    arrays,
     available_impls,
     cdr_rank,
     cdr_score,
     reference,
 )
 from cdr_kernel import retrieve as retrieve_module
-from cdr_kernel import store as store_module
 from cdr_kernel.retrieve import KINDS
 
 DIM = 8
@@ -227,7 +227,7 @@ def test_no_update_of_a_session_is_lost(monkeypatch):
 
 def test_no_change_of_a_store_is_lost(monkeypatch):
     store = FactStore(2, embedding_model=MODEL)
-    slowed(monkeypatch, store_module._Growing, "write")
+    slowed(monkeypatch, arrays.Growing, "write")
 
     def change(j):
         for i in range(6):
@@ -282,6 +282,9 @@ def test_many_threads_score_at_once(impl):
         assert set(pool.map(score, range(40))) == {expected}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:lance is not fork-safe"
+)  # other tests may have loaded it; this one has no use of it
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_ranks_with_threads_of_its_own():
     rows, columns = many_rows()
