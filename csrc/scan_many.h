@@ -16,7 +16,7 @@ namespace scan {
 // Queries from which threshold() screens them together.
 constexpr std::size_t kTogether = 4;
 // Rows in a block, and in a tile: one bit each in 32.
-constexpr std::int64_t kBlockMany = 512, kTile = 32, kTiles = kBlockMany / kTile;
+constexpr std::int64_t kBlockMany = 1024, kTile = 32, kTiles = kBlockMany / kTile;
 // Dimensions of the screen, and those of them that share a step.
 constexpr int kScreened = 128, kGrain = 32, kGrains = kScreened / kGrain;
 constexpr float kUp = 1.0f + 1.0f / (1 << 18);  // for what is rounded to float32
