@@ -1,10 +1,12 @@
 """What the calibrated mode asks of a store: z-scores, words, the task's own direction, documents, as columns.
 
     asked = ask(query, retriever, session, session.state, view)
-    cdr_score(view.blocks, asked.columns, ...)
+    rows = retriever.candidates(asked.gates, view)
+    passing_scores(view.blocks, view.squared_norms, rows, asked.scoring(rows), ...)
 
 Whatever does not change from window to window is made once per task and version of the store, and kept with the
-retriever. `reference.calibrated_rank` says the same plainly.
+retriever as long as there is room. What words and documents add is made for the rows that passed the gate alone.
+`reference.calibrated_rank` says the same plainly.
 """
 
 from __future__ import annotations
@@ -27,18 +29,32 @@ from cdr_kernel.session import Session
 from cdr_kernel.store import StoreView
 from cdr_kernel.task import Calibrated, Feedback, SessionState
 
-_TASKS_KEPT = 16  # each under two names
 _CHUNK = 65536
+_WORD = 128  # bytes of a word and its number, about
+
+Sparse: TypeAlias = "tuple[Int64, Float64]"
+"""Rows, ascending, and a number for each; 0 for all others."""
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Columns of one window. In the calibrated mode `scored` are those of the sub-queries, the query and the others
-    are gates alone; feedback: what fixes the task's direction, None where there is none."""
+    """What one window asks. gates: who qualifies; columns: what scores those who do, in mode "spec" the same.
 
+    In the calibrated mode `scored` are the columns of the sub-queries, and the query's scores nothing; feedback: what
+    fixes the task's direction, None where there is none; added: what is added for single rows.
+    """
+
+    gates: Columns
     columns: Columns
     scored: slice
     feedback: Feedback | None
+    added: Added | None = None
+
+    def scoring(self, rows: Int64) -> Columns:
+        """The columns that score these rows, int64 ascending."""
+        if self.added is None:
+            return self.columns
+        return replace(self.columns, addend=_addend(rows, self.added.of(rows)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +75,19 @@ class Evidence:
     shared_scale: float = 0.0
     shared_shift: float = 0.0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes, about."""
+        held = self.feedback
+        arrays = [self.units, self.scale, self.shift, self.word_scale, self.word_shift]
+        arrays += [held.direction] if held is not None and held.direction is not None else []
+        known = [counts.frequency for counts in (self.counts, self.shared_counts) if counts is not None]
+        named = [()] if held is None else [held.fact_ids, held.words or ()]
+        return sum(a.nbytes for a in arrays) + _WORD * sum(map(len, [self.texts, *known, *named]))
+
 
 Terms: TypeAlias = "tuple[tuple[str, float], ...]"
 """Words as `lexical.words` leaves them, each with a weight."""
-
-Addends: TypeAlias = "tuple[tuple[Int64, Float64] | None, ...]"
-"""What words and documents add to each sub-query's column: (rows, values)."""
 
 
 class Facts(Protocol):
@@ -112,7 +135,7 @@ class _Here:
         return word_sums(self.retriever, self.view, texts, counts)
 
     def best(self, evidence: Evidence) -> tuple[tuple[str, ...], Float64]:
-        found = best_rows(evidence, word_addends(evidence, self.retriever, self.view), self.view)
+        found = best_rows(evidence, self.retriever, self.view)
         rows = np.unique(np.concatenate([rows for _, rows in found]))
         return tuple(map(self.view.id_of, rows.tolist())), unit_rows(self.view, rows)
 
@@ -137,22 +160,16 @@ def ask(query: Any, retriever: Retriever, session: Session, state: SessionState,
     """
     parts = session.calibrated
     if parts is None:
-        return Asked(session.columns(query, state=state), slice(0, 0), None)
+        columns = session.columns(query, state=state)
+        return Asked(columns, columns, slice(0, 0), None)
     facts = _Here(retriever, view)
-    evidence, addends = _kept(retriever, session, parts, view, facts, state.feedback)
-    return asked(query, session, state, facts, view.dim, evidence, addends)
+    evidence = _kept(retriever, session, parts, view, facts, state.feedback)
+    added = Added(evidence, parts, retriever, view, (*task_of(session, parts, evidence.feedback), *_version(view)))
+    return replace(asked(query, session, state, facts, view.dim, evidence), added=added)
 
 
-def asked(
-    query: Any,
-    session: Session,
-    state: SessionState,
-    facts: Facts,
-    dim: int,
-    evidence: Evidence,
-    addends: Addends | None = None,
-) -> Asked:
-    """``ask`` of mode "calibrated" for facts that may be elsewhere; their addends, if any, are then added there."""
+def asked(query: Any, session: Session, state: SessionState, facts: Facts, dim: int, evidence: Evidence) -> Asked:
+    """``ask`` of mode "calibrated" for facts that may be elsewhere; what is added for single rows is `added` there."""
     parts = session.calibrated
     assert parts is not None
     vector = as_vector(query, session.dim, "query")
@@ -173,33 +190,89 @@ def asked(
     flat = ~(scale > 0.0)  # no cosine tells facts apart: any vector does, its scale is 0
     vectors = np.where(flat[:, None], evidence.units, vectors)
     count = len(evidence.units)
-    gates = evidence.units if parts.gate_on == "best" else evidence.units[:0]
+    on = count if parts.gate_on == "best" else 0
     (query_scale,), (query_shift,) = calibration.scale_shift(vector[None])
-    total = RESIDUAL + count + len(gates)
-    gate = np.full(total, np.inf)
-    gate[0], gate[RESIDUAL + count :] = parts.gate, parts.gate
-    gate_only = np.zeros(total, np.bool_)
-    gate_only[0], gate_only[RESIDUAL + count :] = True, True
-    coverage = _centred(session, state) if parts.centred_coverage else None
+    gates = Columns(
+        query=vector,
+        coverage=None,
+        residual=evidence.units[:on],
+        scale=np.concatenate([[query_scale, 0.0], evidence.scale[:on]]),
+        shift=np.concatenate([[query_shift, 0.0], evidence.shift[:on]]),
+        weight=np.ones(RESIDUAL + on),
+        gate=np.array([parts.gate, np.inf, *[parts.gate] * on]),
+    )
     columns = Columns(
         query=vector,
-        coverage=coverage,
-        residual=np.vstack([vectors, gates]),
-        scale=np.concatenate([[query_scale, 2.0], np.where(flat, 0.0, scale), evidence.scale[: len(gates)]]),
-        shift=np.concatenate([[query_shift, 0.0], shift, evidence.shift[: len(gates)]]),
-        weight=np.concatenate([[1.0, 1.0], session.need(state), np.ones(len(gates))]),
-        gate=gate,
+        coverage=_centred(session, state) if parts.centred_coverage else None,
+        residual=vectors,
+        scale=np.concatenate([[query_scale, 2.0], np.where(flat, 0.0, scale)]),
+        shift=np.concatenate([[query_shift, 0.0], shift]),
+        weight=np.concatenate([[1.0, 1.0], session.need(state)]),
+        gate=np.array([parts.gate, *[np.inf] * (1 + count)]),  # so that relevance is exact where it decides
         clamp_novelty=True,
-        gate_only=gate_only,
-        addend=None if addends is None else column_addends(addends, len(gates)),
+        gate_only=np.array([True, *[False] * (1 + count)]),
         factors_above_zero=True,
     )
-    return Asked(columns, slice(RESIDUAL, RESIDUAL + count), feedback)
+    return Asked(gates, columns, slice(RESIDUAL, RESIDUAL + count), feedback)
 
 
-def column_addends(addends: Addends, gates: int = 0) -> Addend:
-    """As columns take them: query, coverage, the sub-queries, and so many gates."""
-    return Addend.of([None, None, *addends, *[None] * gates])
+@dataclass(frozen=True, eq=False)
+class Added:
+    """What words and documents add to the columns of a task's sub-queries. key: names the evidence and the version."""
+
+    evidence: Evidence
+    parts: Calibrated
+    retriever: Retriever
+    view: StoreView
+    key: tuple[Any, ...]
+
+    def of(self, rows: Int64) -> Float64:
+        """[M, S] for these rows, int64 ascending; kept with the retriever."""
+        key = ("added", *self.key, hashlib.blake2b(rows.tobytes(), digest_size=16).digest())
+        found: Float64 | None = self.retriever.evidence.get(key)
+        if found is None:
+            found = self._made(rows)
+            self.retriever.evidence.put(key, found, found.nbytes)
+        return found
+
+    def _made(self, rows: Int64) -> Float64:
+        evidence, retriever, view = self.evidence, self.retriever, self.view
+        total = _in_words(evidence, retriever, view, rows)
+        if self.parts.source_weight:
+            total += _taken(self._documents(), rows)
+        elif evidence.shared_counts is not None and evidence.feedback is not None and evidence.shared_scale:
+            shared = _weighted(retriever, view, evidence.feedback.words or (), evidence.shared_counts)
+            total += evidence.shared_scale * _taken(shared, rows)[:, None]
+        return total
+
+    def _documents(self) -> tuple[Int64, Float64]:
+        key = ("documents", *self.key)
+        found: tuple[Int64, Float64] | None = self.retriever.evidence.get(key)
+        if found is None:
+            found = _of_documents(self.evidence, self.parts.source_weight, self.retriever, self.view)
+            self.retriever.evidence.put(key, found, found[0].nbytes + found[1].nbytes)
+        return found
+
+
+def _addend(rows: Int64, added: Float64) -> Addend:
+    """As columns take it: query, coverage, the sub-queries."""
+    each = [(rows[values != 0.0], values[values != 0.0]) for values in added.T]
+    return Addend.of([None, None, *each])
+
+
+def _taken(pair: tuple[Int64, Float64], rows: Int64) -> Float64:
+    """Of numbers [n] or [n, S] that belong to some rows, ascending, those of these rows, zeros for rows without."""
+    known, values = pair
+    out = np.zeros((len(rows), *values.shape[1:]))
+    if len(known):
+        at = np.minimum(np.searchsorted(known, rows), len(known) - 1)
+        here = known[at] == rows
+        out[here] = values[at[here]]
+    return out
+
+
+def _version(view: StoreView) -> tuple[Any, ...]:
+    return view.version, view.selection
 
 
 def _kept(
@@ -209,15 +282,13 @@ def _kept(
     view: StoreView,
     facts: Facts,
     held: Feedback | None,
-) -> tuple[Evidence, Addends]:
-    """The evidence and what it adds to single rows, from the retriever where it has it."""
-    version = (view.version, view.selection)
-    found: tuple[Evidence, Addends] | None = retriever.evidence.get((*task_of(session, parts, held), *version))
+) -> Evidence:
+    """The evidence, from the retriever where it has it."""
+    found: Evidence | None = retriever.evidence.get((*task_of(session, parts, held), *_version(view)))
     if found is None:
-        evidence = gathered(session, parts, facts, held)
-        found = evidence, addends_of(evidence, parts, retriever, view)
-        for each in (held, evidence.feedback):  # a later window holds what this one found
-            keep(retriever, (*task_of(session, parts, each), *version), found)
+        found = gathered(session, parts, facts, held)
+        for each in (held, found.feedback):  # a later window holds what this one found
+            retriever.evidence.put((*task_of(session, parts, each), *_version(view)), found, found.nbytes)
     return found
 
 
@@ -229,14 +300,6 @@ def task_of(session: Session, parts: Calibrated, held: Feedback | None) -> tuple
     direction = b"" if held.direction is None else held.direction.tobytes()
     digest = hashlib.sha256(repr((held.fact_ids, held.words)).encode("utf-8", "surrogatepass") + direction)
     return (session.task_key, *weights, digest.hexdigest())
-
-
-def keep(retriever: Retriever, key: Any, found: Any) -> None:
-    """Keep what a task found with the retriever, for the last few tasks."""
-    kept = retriever.evidence
-    kept[key] = found
-    for old in list(kept)[:-_TASKS_KEPT]:
-        kept.pop(old, None)
 
 
 def gathered(session: Session, parts: Calibrated, facts: Facts, held: Feedback | None = None) -> Evidence:
@@ -285,51 +348,56 @@ def _feedback(
     return Feedback(ids, _direction(vectors, calibration), found)
 
 
-def addends_of(evidence: Evidence, parts: Calibrated, retriever: Retriever, view: StoreView) -> Addends:
-    """What words and documents add to rows of this view."""
-    addends = word_addends(evidence, retriever, view)
-    if parts.source_weight:
-        return _with_sources(evidence, addends, parts.source_weight, view)
-    if evidence.shared_counts is None or evidence.feedback is None or not evidence.shared_scale:
-        return addends
-    rows, values = retriever.lexical.weighted(view, evidence.feedback.words or (), evidence.shared_counts)
-    shared = np.zeros(view.rows)
-    shared[rows] = evidence.shared_scale * values
-    return tuple(_plus(pair, shared) for pair in addends)
-
-
-def _plus(pair: tuple[Int64, Float64] | None, dense: Float64) -> tuple[Int64, Float64]:
-    """An addend and a number for every row."""
-    total = dense.copy()
-    if pair is not None:
-        total[pair[0]] += pair[1]
-    rows = np.flatnonzero(total)
-    return rows, total[rows]
-
-
 def term_sums(retriever: Retriever, view: StoreView, asked: tuple[Terms, ...], counts: WordCounts) -> list[SparseSums]:
     """The sums of each one's weighted BM25 over the rows of this view."""
+    if len(asked) == 1:  # of a task's words, and wanted again for what they add
+        return [SparseSums.of(_weighted(retriever, view, asked[0], counts)[1])]
     return [SparseSums.of(retriever.lexical.weighted(view, terms, counts)[1]) for terms in asked]
 
 
 def word_sums(retriever: Retriever, view: StoreView, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
     """The sums of each text's BM25 over the rows of this view."""
-    return [SparseSums.of(values) for _, values in retriever.lexical.bm25(view, texts, counts=counts)]
+    return [SparseSums.of(values) for _, values in _bm25(retriever, view, texts, counts)]
 
 
-def word_addends(evidence: Evidence, retriever: Retriever, view: StoreView) -> Addends:
-    """What words add to rows of this view."""
+def _bm25(retriever: Retriever, view: StoreView, texts: tuple[str, ...], counts: WordCounts) -> list[Sparse]:
+    """BM25 of each text over the rows of this view; kept, since a first window wants it several times."""
+    key = ("words", texts, *_counted(counts), *_version(view))
+    found: list[Sparse] | None = retriever.evidence.get(key)
+    if found is None:
+        found = retriever.lexical.bm25(view, texts, counts=counts)
+        retriever.evidence.put(key, found, sum(rows.nbytes + values.nbytes for rows, values in found))
+    return found
+
+
+def _weighted(retriever: Retriever, view: StoreView, terms: Terms, counts: WordCounts) -> Sparse:
+    """Weighted BM25 of a task's words, kept likewise."""
+    key = ("terms", terms, *_counted(counts), *_version(view))
+    found: Sparse | None = retriever.evidence.get(key)
+    if found is None:
+        found = retriever.lexical.weighted(view, terms, counts)
+        retriever.evidence.put(key, found, found[0].nbytes + found[1].nbytes)
+    return found
+
+
+def _counted(counts: WordCounts) -> tuple[Any, ...]:
+    return counts.facts, counts.length, tuple(sorted(counts.frequency.items()))
+
+
+def _in_words(evidence: Evidence, retriever: Retriever, view: StoreView, rows: Int64) -> Float64:
+    """[M, S]: what the sub-queries' words add to these rows."""
+    total = np.zeros((len(rows), len(evidence.units)))
     if evidence.counts is None:
-        return (None,) * len(evidence.units)
-    found = retriever.lexical.bm25(view, evidence.texts, counts=evidence.counts)
-    return tuple(
-        (rows, scale * values) if scale else None
-        for scale, (rows, values) in zip(evidence.word_scale.tolist(), found, strict=True)
-    )
+        return total
+    found = _bm25(retriever, view, evidence.texts, evidence.counts)
+    for j, scale in enumerate(evidence.word_scale.tolist()):
+        if scale:
+            total[:, j] = scale * _taken(found[j], rows)
+    return total
 
 
-def _values(evidence: Evidence, addends: Addends, view: StoreView, rows: Int64) -> Float64:
-    """[M, S] of z and words."""
+def _values(evidence: Evidence, retriever: Retriever, view: StoreView, rows: Int64) -> Float64:
+    """[M, S] of z and words; rows ascend."""
     count = RESIDUAL + len(evidence.units)
     columns = Columns(
         query=evidence.units[0],
@@ -339,18 +407,18 @@ def _values(evidence: Evidence, addends: Addends, view: StoreView, rows: Int64) 
         shift=np.concatenate([[0.0, 0.0], evidence.shift + evidence.word_shift]),
         weight=np.ones(count),
         gate=np.full(count, np.inf),
-        addend=column_addends(addends),
+        addend=_addend(rows, _in_words(evidence, retriever, view, rows)),
     )
     return _C.column_values(view.blocks, view.squared_norms, columns.compiled, rows)[:, 1:]
 
 
-def best_rows(evidence: Evidence, addends: Addends, view: StoreView) -> list[tuple[Float64, Int64]]:
+def best_rows(evidence: Evidence, retriever: Retriever, view: StoreView) -> list[tuple[Float64, Int64]]:
     """For each sub-query the values and rows of its 5 best facts, ties by sequence."""
     alive = np.flatnonzero(view.alive)
     best = [(np.zeros(0), alive[:0])] * len(evidence.units)
     for start in range(0, len(alive), _CHUNK):
         rows = alive[start : start + _CHUNK]
-        for j, found in enumerate(_values(evidence, addends, view, rows).T):
+        for j, found in enumerate(_values(evidence, retriever, view, rows).T):
             values, those = np.concatenate([best[j][0], found]), np.concatenate([best[j][1], rows])
             order = best_first(values, those, FEEDBACK_FACTS)
             best[j] = values[order], those[order]
@@ -382,20 +450,20 @@ def rows_of(view: StoreView, ids: tuple[str, ...]) -> Int64:
     return np.array(sorted(rows), np.int64)
 
 
-def _with_sources(evidence: Evidence, in_words: Addends, weight: float, view: StoreView) -> Addends:
-    """The addends with what a fact's document adds to every column."""
+def _of_documents(evidence: Evidence, weight: float, retriever: Retriever, view: StoreView) -> tuple[Int64, Float64]:
+    """Rows that have a document, ascending, and what it adds to every column, [n, S]."""
     alive = np.flatnonzero(view.alive)
     places = view.places(alive.tolist())
     known = np.array([place is not None for place in places], np.bool_)
     rows = alive[known]
     if not len(rows):
-        return in_words
+        return rows, np.zeros((0, len(evidence.units)))
     names = [place[0] for place in places if place is not None]
     positions = np.array([place[1] for place in places if place is not None])
     _, source = np.unique(np.array(names, object), return_inverse=True)
+    parts = [_values(evidence, retriever, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)]
     order = np.lexsort((rows, positions, source))
-    rows, source = rows[order], source[order]
-    x = np.concatenate([_values(evidence, in_words, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)])
+    source, x = source[order], np.concatenate(parts)[order]
     near, total = np.zeros_like(x), np.zeros(len(rows))
     for distance in range(1, SOURCE_REACH + 1):
         first = np.flatnonzero(source[:-distance] == source[distance:])  # empty where there are fewer facts
@@ -406,13 +474,9 @@ def _with_sources(evidence: Evidence, in_words: Addends, weight: float, view: St
         total[second] += 1.0 / distance
     facts = np.bincount(source) + SOURCE_SHRINKAGE
     prior = (np.bincount(source, x.max(1)) + np.bincount(source, x.mean(1))) / facts
-    more = weight * (near / np.maximum(1.0, total)[:, None] + prior[source][:, None])
-    addends = []
-    for j, pair in enumerate(in_words):
-        dense = np.zeros(view.rows)
-        dense[rows] = more[:, j]
-        addends.append(_plus(pair, dense))
-    return tuple(addends)
+    more = np.empty_like(x)
+    more[order] = weight * (near / np.maximum(1.0, total)[:, None] + prior[source][:, None])
+    return rows, more
 
 
 def _centred(session: Session, state: SessionState) -> Float64 | None:

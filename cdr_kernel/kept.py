@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -224,6 +225,53 @@ class RowCache:
                 if self._at_most <= self.limit:
                     break
                 self._at_most -= self._kept.pop(other).nbytes
+
+
+_ENTRY = 2048  # bytes of an entry's own
+
+
+class TaskCache:
+    """What tasks found in one store, by key: what was not used for longest goes when others need the room.
+
+    Nothing that alone needs more than ``limit`` bytes is kept. Safe to share among threads.
+    """
+
+    def __init__(self, limit: int = CACHE_BYTES) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self._total = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for all tasks."""
+        return self._total
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Any) -> Any:
+        """What is kept under this key, or None."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+            return found[0]
+
+    def put(self, key: Any, value: Any, nbytes: int) -> None:
+        """Keep a value whose arrays have so many bytes."""
+        nbytes += _ENTRY
+        with self._lock:
+            _, before = self._kept.pop(key, (None, 0))
+            self._total -= before
+            if nbytes > self.limit:
+                return
+            self._kept[key] = (value, nbytes)
+            self._total += nbytes
+            while self._total > self.limit:
+                _, (_, gone) = self._kept.popitem(last=False)
+                self._total -= gone
 
 
 def _question(columns: Columns, view: StoreView) -> bytes:

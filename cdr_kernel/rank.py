@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,11 +14,12 @@ import numpy.typing as npt
 from cdr_kernel import _C, frame
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
+from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask
 from cdr_kernel.kept import KeptRows
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.score import Factors, Scores, best_first, cdr_score, check_k, check_product, passing_scores
+from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
 from cdr_kernel.task import Feedback, SessionState
@@ -202,9 +204,9 @@ def rank_many(
         for query, session, state in zip(queries, sessions, states, strict=True)
     ]
     factors = multipliers(multiplier, everything)
-    columns = [each.columns for each in asked]
-    by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
-    found = retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
+    by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in (each.columns for each in asked))
+    gates = [each.gates for each in asked]
+    found = retriever.qualified(sessions, gates, view, bounds=k is not None and by_relevance)
     questions = [Question(*each, retriever, view) for each in zip(sessions, states, asked, found, strict=True)]
     return [each.ranking(k, factors) for each in _with_likely(questions, view, factors, k)]
 
@@ -237,6 +239,11 @@ class Question:
     view: StoreView
     likely: tuple[int, Int64] | None = None
     """How many of the kept rows are alive, and the positions of those that may be among the k best, if known."""
+
+    @cached_property
+    def columns(self) -> Columns:
+        """What scores the kept rows."""
+        return self.asked.scoring(self.kept.rows)
 
     @property
     def by_relevance_alone(self) -> bool:
@@ -284,18 +291,12 @@ class Question:
             chosen = self._best(kept, positions, importance, multiplier, overlap, k)
         else:
             chosen = np.arange(len(rows))
-        scores = cdr_score(
-            view.blocks,
-            self.asked.columns,
-            rows=rows[chosen],
-            squared_norms=view.squared_norms,
-            importance=importance[chosen],
-            multiplier=None if multiplier is None else multiplier[chosen],
-            ngram_overlap=overlap[chosen],
-        )
+        given = Factors(importance, multiplier, overlap).take(chosen)
+        if given.importance is not None and given.multiplier is not None:
+            check_product(given.importance, given.multiplier)
+        scores = passing_scores(view.blocks, view.squared_norms, rows[chosen], self.columns, given)
         best = best_first(scores.score, scores.rows, k)
-        given = Factors(importance, multiplier, overlap).take(chosen[best])
-        ranking = self._ranked(scores.take(best), given, len(rows), int(np.count_nonzero(overlap)))
+        ranking = self._ranked(scores.take(best), given.take(best), len(rows), int(np.count_nonzero(overlap)))
         if parts is not None:
             ranking = self._by_sub_query(ranking, scores.rows[best], new / passed if passed else None)
         return ranking, passed, new
@@ -337,7 +338,7 @@ class Question:
 
     def _by_sub_query(self, ranking: Ranking, rows: Int64, new_share: float | None) -> Ranking:
         """The ranking of these rows with what the calibrated mode's packing and exits go by."""
-        columns, scored = self.asked.columns, self.asked.scored
+        columns, scored = self.columns, self.asked.scored
         values = _C.column_values(self.view.blocks, self.view.squared_norms, columns.compiled, rows)
         x = values[:, scored.start - 1 : scored.stop - 1]  # they leave the coverage column out
         factor = ranking.importance * ranking.multiplier * ranking.novelty * (1.0 - ranking.ngram_penalty)

@@ -21,7 +21,7 @@ from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
-from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache
+from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first, check_k
@@ -71,7 +71,8 @@ class Retriever:
 
     Added facts are seen by the next search, removed ones are masked. The FAISS kinds keep a float32 copy of the rows. A
     retriever keeps what it found for a session (held weakly, at most ``cache_bytes`` in all), so that later windows
-    of the same query read only that. One retriever may serve many threads.
+    of the same query read only that. What the calibrated mode finds for a task is kept likewise, at most as many bytes
+    again (``cache.nbytes`` and ``evidence.nbytes`` tell how many). One retriever may serve many threads.
 
     moments, lexical: the calibration and the word index of the store, empty until the calibrated mode asks.
     """
@@ -90,7 +91,7 @@ class Retriever:
         self.nprobe = int(nprobe)
         self.moments = Moments()
         self.lexical = LexicalIndex()
-        self.evidence: dict[Any, Any] = {}  # what the last few tasks found in this store, by task and version
+        self._evidence = TaskCache(cache_bytes)
         self._cache = RowCache(cache_bytes)
         self._lock = threading.Lock()
         self._codes: ScanIndex | None = None
@@ -164,6 +165,11 @@ class Retriever:
     def cache(self) -> RowCache:
         """What is kept for sessions."""
         return self._cache
+
+    @property
+    def evidence(self) -> TaskCache:
+        """What is kept for tasks of the calibrated mode, by task and version of the store."""
+        return self._evidence
 
     def prepare(self, advance: Callable[[int], object] | None = None) -> None:
         """Make the scan's codes for all rows there are now; returns when they are made. Other kinds: nothing.

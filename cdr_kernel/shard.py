@@ -23,17 +23,14 @@ from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.calibrate import Sums
 from cdr_kernel.columns import Columns
 from cdr_kernel.evidence import (
+    Added,
     Asked,
     Evidence,
     Terms,
-    addends_of,
     best_rows,
-    column_addends,
-    keep,
     rows_of,
     term_sums,
     unit_rows,
-    word_addends,
     word_sums,
 )
 from cdr_kernel.kept import CACHE_BYTES
@@ -98,15 +95,16 @@ class Blacklist:
 class Ask:
     """What one session asks of a shard for its next window.
 
-    token: names the session; session: itself, without its state, for a shard that does not know it. columns: fields
-    of `Columns`, residual None for the vectors of the remaining sub-queries; scored: see `evidence.Asked`. covered:
-    (sub-query, depth) by coverage entry; remaining: sub-queries.
+    token: names the session; session: itself, without its state, for a shard that does not know it. columns, gates:
+    fields of `Columns`, None for gates that are the columns, residual None for the vectors of the remaining
+    sub-queries; scored: see `evidence.Asked`. covered: (sub-query, depth) by coverage entry; remaining: sub-queries.
     packed: facts that were packed, where it matters. task: names the evidence; evidence: itself.
     """
 
     token: str
     session: Session | None
     columns: Mapping[str, Any]
+    gates: Mapping[str, Any] | None
     scored: tuple[int, int]
     covered: tuple[tuple[int, float], ...]
     remaining: tuple[int, ...]
@@ -310,7 +308,7 @@ class Shard:
 
     def best(self, view: StoreView, evidence: Evidence) -> list[tuple[Float64, Int64, list[str], Float64]]:
         """For each sub-query (values, sequence numbers, ids, unit vectors) of its best facts, best first."""
-        found = best_rows(evidence, word_addends(evidence, self._retriever, view), view)
+        found = best_rows(evidence, self._retriever, view)
         return [
             (values, view.sequence[rows], [view.id_of(row) for row in rows.tolist()], unit_rows(view, rows))
             for values, rows in found
@@ -343,10 +341,10 @@ class Shard:
         guards = [self._guard(ask, each) for ask, each in zip(asks, known, strict=True)]
         asked = [self._asked(ask, each.session, view) for ask, each in zip(asks, known, strict=True)]
         factors = multipliers(multiplier, view)
-        columns = [each.columns for each in asked]
-        by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in columns)
+        by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in (each.columns for each in asked))
+        gates = [each.gates for each in asked]
         sessions = [each.session for each in known]
-        found = self._retriever.qualified(sessions, columns, view, bounds=k is not None and by_relevance)
+        found = self._retriever.qualified(sessions, gates, view, bounds=k is not None and by_relevance)
         answers = []
         for ask, session, guard, each, kept in zip(asks, sessions, guards, asked, found, strict=True):
             question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
@@ -390,22 +388,23 @@ class Shard:
 
     def _asked(self, ask: Ask, session: Session, view: StoreView) -> Asked:
         scored = slice(*ask.scored)
+        fields = dict(ask.columns)
+        if fields["residual"] is None:
+            fields["residual"] = session.embeddings[list(ask.remaining)]
+        columns = Columns(**fields)
+        gates = columns if ask.gates is None else Columns(**ask.gates)
         if ask.task is None:
-            fields = dict(ask.columns)
-            if fields["residual"] is None:
-                fields["residual"] = session.embeddings[list(ask.remaining)]
-            return Asked(Columns(**fields), scored, None)
+            return Asked(gates, columns, scored, None)
         parts = session.calibrated
         assert parts is not None
         key = (*ask.task, view.version)
-        found = self._retriever.evidence.get(key)
+        found: Evidence | None = self._retriever.evidence.get(key)
         if found is None:
             if ask.evidence is None:
                 raise _Needed
-            found = addends_of(ask.evidence, parts, self._retriever, view)
-            keep(self._retriever, key, found)
-        gates = len(ask.columns["residual"]) - (scored.stop - scored.start)
-        return Asked(Columns(**ask.columns, addend=column_addends(found, gates)), scored, None)
+            found = ask.evidence
+            self._retriever.evidence.put(key, found, found.nbytes)
+        return Asked(gates, columns, scored, None, Added(found, parts, self._retriever, view, key))
 
 
 def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState:

@@ -52,7 +52,7 @@ from cdr_kernel.task import SessionState
 
 __all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]
 
-_TASKS_KEPT = 64
+_TASKS_KEPT = 128  # each under two names
 _WHOLE = 512  # facts that may come along with the keys; more are asked for when it is known which
 _SHARE = 0.75  # of the time that is left, for one round of questions
 _BLACKLISTS_KEPT = 4  # of a session, so that replicas that lag a little are sent little
@@ -253,23 +253,27 @@ class ShardedRetriever:
             columns = session.columns(query, state=state)
             if columns.dim != self.store.dim:
                 raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {columns.dim}")
-            return Asked(columns, slice(0, 0), None), None, None
+            return Asked(columns, columns, slice(0, 0), None), None, None
         if parts.source_weight and self.store.by != "source":
             raise ValueError("source_weight: needs all facts of a source in one shard: partition by='source'")
-        task = (*task_of(session, parts, state.feedback), window.snapshot.version)
+        version = window.snapshot.version
         with self._lock:
-            evidence = None if window.missing else self._evidence.get(task)
+            evidence = (
+                None if window.missing else self._evidence.get((*task_of(session, parts, state.feedback), version))
+            )
         if evidence is None:
             if session.dim != self.store.dim:
                 raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {session.dim}")
             evidence = gathered(session, parts, window, state.feedback)
-            if window.missing:  # of what could be reached, this once
-                task = (*task, uuid.uuid4().hex)
-            else:
-                with self._lock:
-                    self._evidence[task] = evidence
-                    while len(self._evidence) > _TASKS_KEPT:
-                        self._evidence.popitem(last=False)
+        task = (*task_of(session, parts, evidence.feedback), version)
+        if window.missing:  # of what could be reached, this once
+            task = (*task, uuid.uuid4().hex)
+        else:
+            with self._lock:
+                for each in (state.feedback, evidence.feedback):  # a later window holds what this one found
+                    self._evidence[(*task_of(session, parts, each), version)] = evidence
+                while len(self._evidence) > _TASKS_KEPT:
+                    self._evidence.popitem(last=False)
         return asked(query, session, state, window, self.store.dim, evidence), task, evidence
 
     def _multipliers(self, values: Multiplier | None, window: _Window) -> Callable[[Group], Any]:
@@ -345,6 +349,7 @@ class ShardedRetriever:
             token=token,
             session=bare if held is None else None,
             columns=columns,
+            gates=None if what.gates is what.columns else columns_fields(what.gates),
             scored=(what.scored.start, what.scored.stop),
             covered=tuple((index[entry.sub_query_id], entry.depth_weight) for entry in state.coverage),
             remaining=tuple(index[item.id] for item in state.residual),

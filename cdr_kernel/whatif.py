@@ -21,7 +21,7 @@ from cdr_kernel.evidence import Asked, ask
 from cdr_kernel.pack import pack_facts, turns
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.score import Scores, best_first, cdr_score
+from cdr_kernel.score import Factors, Scores, best_first, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.store import StoreView
 from cdr_kernel.task import SessionState
@@ -193,10 +193,10 @@ class Question:
         row = np.array([self.row()], np.int64)
 
         def passes(gate: float) -> bool:
-            tried = replace(asked.columns, gate=np.where(asked.columns.gate < np.inf, gate, np.inf))
+            tried = replace(asked.gates, gate=np.where(asked.gates.gate < np.inf, gate, np.inf))
             return bool(len(_C.gate_rows(view.blocks, view.squared_norms, tried.compiled, row)))
 
-        if passes(float(asked.columns.gate.min())):
+        if passes(float(asked.gates.gate.min())):
             return None
         best = max(gate.value for gate in self.gates(asked))
         while not passes(best):
@@ -210,18 +210,21 @@ class Question:
         row = np.array([self.row()], np.int64)
         return _C.column_values(self.view.blocks, self.view.squared_norms, columns.compiled, row)[0]
 
+    def scoring(self, asked: Asked) -> Columns:
+        """The columns that score the row."""
+        return asked.scoring(np.array([self.row()], np.int64))
+
     def gates(self, asked: Asked) -> tuple[Gate, ...]:
-        ids = [item.id for item in self.session.sub_queries]
-        names = ["query", *[""] * len(ids), *ids]
-        gate = np.delete(asked.columns.gate, COVERAGE)
-        values = self.values(asked.columns)
+        names = ["query", *(item.id for item in self.session.sub_queries)]
+        gate = np.delete(asked.gates.gate, COVERAGE)
+        values = self.values(asked.gates)
         at = np.flatnonzero(gate < np.inf).tolist()
         return tuple(Gate(names[i], float(values[i]), float(gate[i])) for i in at)
 
     def pulls(self, asked: Asked) -> tuple[Pull, ...]:
         subs = self.session.sub_queries
         if self.session.calibrated is not None:
-            values = self.values(asked.columns)[asked.scored.start - 1 : asked.scored.stop - 1]
+            values = self.values(self.scoring(asked))[asked.scored.start - 1 : asked.scored.stop - 1]
             weights, relevance = asked.columns.weight[asked.scored], -math.inf
         else:
             every = Columns.spec(self.query, residual=self.session.embeddings, first_window_pull=True)
@@ -283,6 +286,7 @@ class WhatIf:
     def __init__(self, question: Question, ranking: Ranking, room: Room) -> None:
         self.question, self.room, self.ranking = question, room, ranking
         self.asked = question.asked()
+        self._columns = question.scoring(self.asked)
         view, id = question.view, question.fact_id
         self._row = np.array([question.row()], np.int64)
         (self.fact,) = view.facts(self._row)
@@ -323,15 +327,10 @@ class WhatIf:
 
     def scores(self, importance: float, multiplier: float, overlap: int) -> Scores:
         """What the exact routine makes of the fact, which passes the gate."""
-        return cdr_score(
-            self.question.view.blocks,
-            self.asked.columns,
-            rows=self._row,
-            squared_norms=self.question.view.squared_norms,
-            importance=np.array([importance]),
-            multiplier=np.array([self.penalty * multiplier]),
-            ngram_overlap=np.array([overlap], np.int32),
-        )
+        factors = Factors(np.array([importance]), np.array([self.penalty * multiplier]), np.array([overlap], np.int32))
+        check_product(np.array([importance]), np.array([self.penalty * multiplier]))
+        view = self.question.view
+        return passing_scores(view.blocks, view.squared_norms, self._row, self._columns, factors)
 
     def now(self) -> Scores:
         """The fact's numbers as they are."""
@@ -350,7 +349,7 @@ class WhatIf:
         score[-1] = made.score[0]
         if by_sub_query is not None:  # as `cdr_rank` makes them
             scored = self.asked.scored
-            x = self.question.values(self.asked.columns)[scored.start - 1 : scored.stop - 1]
+            x = self.question.values(self._columns)[scored.start - 1 : scored.stop - 1]
             penalty = min(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP)
             strength = importance * (self.penalty * multiplier) * made.novelty[0] * (1.0 - penalty)
             by_sub_query = by_sub_query.copy()

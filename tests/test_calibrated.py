@@ -23,6 +23,7 @@ from cdr_kernel import (
     reference,
     run_windows,
 )
+from cdr_kernel.evidence import ask
 
 WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network", "restarts")
 MODEL = "toy"
@@ -296,13 +297,51 @@ def test_what_the_retriever_keeps_follows_the_store(world):
     session, retriever = calibrated(items), Retriever(store)
     first = cdr_rank(query, retriever, session)
     assert cdr_rank(query, retriever, session).ids == first.ids
-    assert len(retriever.evidence) == 2  # of the task as it is, and as it is once its feedback is fixed
+    kept = len(retriever.evidence)
+    window(session, store, query, retriever=retriever)
+    cdr_rank(query, retriever, session)  # now with the feedback that the first window found
+    assert len(retriever.evidence) == kept
     store.remove(first.ids[:2])
     store.add(["late"], ["storage volume"], [items[0].embedding])
     assert cdr_rank(query, retriever, session).ids == cdr_rank(query, Retriever(store), session).ids
     for _ in range(20):
         cdr_rank(query, retriever, calibrated(some_items(np.random.default_rng(_), 6)))
-    assert len(retriever.evidence) <= 16
+    assert len(retriever.evidence) > 20
+    assert 0 < retriever.evidence.nbytes <= retriever.evidence.limit
+
+
+@pytest.mark.parametrize("keywords", [{}, {"source_weight": 0.4}])
+def test_what_is_kept_is_bounded_by_bytes(world, keywords):
+    store, _, query = world
+    roomy, tight, none = Retriever(store), Retriever(store, cache_bytes=9000), Retriever(store, cache_bytes=0)
+    for seed in range(6):
+        session = calibrated(some_items(np.random.default_rng(seed), 6), **keywords)
+        for _ in range(2):
+            first = cdr_rank(query, roomy, session)
+            for retriever in (tight, none):
+                again = cdr_rank(query, retriever, session)
+                assert again.ids == first.ids
+                assert again.by_sub_query.tobytes() == first.by_sub_query.tobytes()
+                assert again.score.tobytes() == first.score.tobytes()
+            window(session, store, query, retriever=roomy)
+    assert roomy.evidence.nbytes > 9000 >= tight.evidence.nbytes > 0
+    assert none.evidence.nbytes == len(none.evidence) == 0
+
+
+def test_what_is_added_for_rows_is_made_for_those_that_passed(world):
+    store, items, query = world
+    session, retriever, view = calibrated(items), Retriever(store), store.view()
+    asked = ask(query, retriever, session, session.state, view)
+    rows = retriever.candidates(asked.gates, view)
+    scoring = asked.scoring(rows)
+    assert asked.columns.addend is None
+    assert 0 < len(rows) < len(store)
+    assert set(scoring.addend.rows.tolist()) <= set(rows.tolist())
+    every = asked.scoring(np.arange(view.rows))
+    for j in range(scoring.scale.size):
+        known = dict(zip(*map(np.ndarray.tolist, every.addend.column(j)), strict=True))
+        added = dict(zip(*map(np.ndarray.tolist, scoring.addend.column(j)), strict=True))
+        assert added == {row: known[row] for row in rows.tolist() if row in known}
 
 
 def test_json_keeps_everything(world):

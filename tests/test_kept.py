@@ -13,7 +13,7 @@ import pytest
 from test_rank import agree, truth, world
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, cdr_score, rank_many
-from cdr_kernel.kept import RowCache
+from cdr_kernel.kept import RowCache, TaskCache
 from cdr_kernel.scan import ScanIndex
 
 
@@ -331,3 +331,21 @@ def test_a_batch_of_first_windows_on_codes(guard, factors):
                 assert ranking.score.tobytes() == want.score.tobytes()
                 assert ranking.qualified == len(cdr_score(view.blocks, columns, **arguments))
                 assert ranking.guard_activations == 0
+
+
+def test_what_tasks_found_goes_when_it_was_not_used_for_longest():
+    cache = TaskCache(limit=10_000)
+    for name in "abc":
+        cache.put(name, name.upper(), 1000)
+    assert (len(cache), cache.get("a"), cache.get("x")) == (3, "A", None)
+    assert 3000 < cache.nbytes <= 10_000
+    cache.put("d", "D", 1000)
+    assert (cache.get("a"), cache.get("b"), cache.get("d")) == ("A", None, "D")
+    before = cache.nbytes
+    cache.put("d", "again", 1000)
+    assert (cache.get("d"), cache.nbytes) == ("again", before)
+    cache.put("e", "too large", 10_000)
+    assert (cache.get("e"), cache.get("d"), cache.nbytes) == (None, "again", before)
+    cache.put("d", "too large now", 10_000)
+    assert cache.get("d") is None
+    assert cache.nbytes < before
