@@ -12,6 +12,7 @@ retriever as long as there is room. What words and documents add is made for the
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -24,12 +25,15 @@ from cdr_kernel.columns import RESIDUAL, Addend, Columns, coverage_centroid
 from cdr_kernel.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
 from cdr_kernel.lexical import SparseSums, WordCounts, above_mean, words
 from cdr_kernel.retrieve import Retriever
+from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first
 from cdr_kernel.session import Session
 from cdr_kernel.store import StoreView
 from cdr_kernel.task import Calibrated, Feedback, SessionState
 
 _CHUNK = 65536
+_SOME = 256  # facts with the most words in common, for a bound
+_SLACK = 1e-9  # far above what rounding moves a value by, far below what tells facts apart
 _WORD = 128  # bytes of a word and its number, about
 
 Sparse: TypeAlias = "tuple[Int64, Float64]"
@@ -55,6 +59,19 @@ class Asked:
         if self.added is None:
             return self.columns
         return replace(self.columns, addend=_addend(rows, self.added.of(rows)))
+
+    def values(self, rows: Int64) -> Float64 | None:
+        """[M, 1 + S] of these rows, int64 ascending: relevance and the columns of the sub-queries, which the retriever
+        keeps from window to window; None in mode "spec"."""
+        if self.added is None:
+            return None
+        asked = self.columns.query.tobytes() + self.columns.gate.tobytes()
+        return self.added.kept("values", rows, lambda: self._values(rows), asked)
+
+    def _values(self, rows: Int64) -> Float64:
+        assert self.added is not None
+        columns = replace(self.columns, addend=_addend(rows, self.added.made(rows)))
+        return _C.column_values(self.added.view.blocks, self.added.view.squared_norms, columns.compiled, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +101,19 @@ class Evidence:
         known = [counts.frequency for counts in (self.counts, self.shared_counts) if counts is not None]
         named = [()] if held is None else [held.fact_ids, held.words or ()]
         return sum(a.nbytes for a in arrays) + _WORD * sum(map(len, [self.texts, *known, *named]))
+
+    def one(self, j: int) -> Evidence:
+        """Of one sub-query alone, as far as z and words go."""
+        here = slice(j, j + 1)
+        return replace(
+            self,
+            units=self.units[here],
+            scale=self.scale[here],
+            shift=self.shift[here],
+            texts=self.texts[here],
+            word_scale=self.word_scale[here],
+            word_shift=self.word_shift[here],
+        )
 
 
 Terms: TypeAlias = "tuple[tuple[str, float], ...]"
@@ -228,16 +258,21 @@ class Added:
 
     def of(self, rows: Int64) -> Float64:
         """[M, S] for these rows, int64 ascending; kept with the retriever."""
-        key = ("added", *self.key, hashlib.blake2b(rows.tobytes(), digest_size=16).digest())
+        return self.kept("added", rows, lambda: self.made(rows))
+
+    def kept(self, name: str, rows: Int64, make: Callable[[], Float64], asked: bytes = b"") -> Float64:
+        """What is made of these rows, from the retriever where it has it. asked: what it depends on beside the task."""
+        key = (name, *self.key, hashlib.blake2b(asked + rows.tobytes(), digest_size=16).digest())
         found: Float64 | None = self.retriever.evidence.get(key)
         if found is None:
-            found = self._made(rows)
+            found = make()
             self.retriever.evidence.put(key, found, found.nbytes)
         return found
 
-    def _made(self, rows: Int64) -> Float64:
+    def made(self, rows: Int64) -> Float64:
+        """``of``, made now."""
         evidence, retriever, view = self.evidence, self.retriever, self.view
-        total = _in_words(evidence, retriever, view, rows)
+        total = _of_rows(_words(evidence, retriever, view), rows)
         if self.parts.source_weight:
             total += _taken(self._documents(), rows)
         elif evidence.shared_counts is not None and evidence.feedback is not None and evidence.shared_scale:
@@ -384,19 +419,27 @@ def _counted(counts: WordCounts) -> tuple[Any, ...]:
     return counts.facts, counts.length, tuple(sorted(counts.frequency.items()))
 
 
-def _in_words(evidence: Evidence, retriever: Retriever, view: StoreView, rows: Int64) -> Float64:
-    """[M, S]: what the sub-queries' words add to these rows."""
-    total = np.zeros((len(rows), len(evidence.units)))
+def _words(evidence: Evidence, retriever: Retriever, view: StoreView) -> list[Sparse | None]:
+    """What words add to each sub-query's column, None for nothing."""
     if evidence.counts is None:
-        return total
+        return [None] * len(evidence.units)
     found = _bm25(retriever, view, evidence.texts, evidence.counts)
-    for j, scale in enumerate(evidence.word_scale.tolist()):
-        if scale:
-            total[:, j] = scale * _taken(found[j], rows)
+    return [
+        (rows, scale * values) if scale else None
+        for scale, (rows, values) in zip(evidence.word_scale.tolist(), found, strict=True)
+    ]
+
+
+def _of_rows(words: list[Sparse | None], rows: Int64) -> Float64:
+    """[M, S] of these rows."""
+    total = np.zeros((len(rows), len(words)))
+    for j, pair in enumerate(words):
+        if pair is not None:
+            total[:, j] = _taken(pair, rows)
     return total
 
 
-def _values(evidence: Evidence, retriever: Retriever, view: StoreView, rows: Int64) -> Float64:
+def _values(evidence: Evidence, words: list[Sparse | None], view: StoreView, rows: Int64) -> Float64:
     """[M, S] of z and words; rows ascend."""
     count = RESIDUAL + len(evidence.units)
     columns = Columns(
@@ -407,22 +450,73 @@ def _values(evidence: Evidence, retriever: Retriever, view: StoreView, rows: Int
         shift=np.concatenate([[0.0, 0.0], evidence.shift + evidence.word_shift]),
         weight=np.ones(count),
         gate=np.full(count, np.inf),
-        addend=_addend(rows, _in_words(evidence, retriever, view, rows)),
+        addend=_addend(rows, _of_rows(words, rows)),
     )
     return _C.column_values(view.blocks, view.squared_norms, columns.compiled, rows)[:, 1:]
 
 
 def best_rows(evidence: Evidence, retriever: Retriever, view: StoreView) -> list[tuple[Float64, Int64]]:
     """For each sub-query the values and rows of its 5 best facts, ties by sequence."""
+    words = _words(evidence, retriever, view)
+    codes = retriever.codes(view)
+    if codes is not None and len(view) and bool((evidence.scale > 0.0).all()):
+        return _best_by_codes(evidence, words, codes, view)
     alive = np.flatnonzero(view.alive)
     best = [(np.zeros(0), alive[:0])] * len(evidence.units)
     for start in range(0, len(alive), _CHUNK):
         rows = alive[start : start + _CHUNK]
-        for j, found in enumerate(_values(evidence, retriever, view, rows).T):
+        for j, found in enumerate(_values(evidence, words, view, rows).T):
             values, those = np.concatenate([best[j][0], found]), np.concatenate([best[j][1], rows])
             order = best_first(values, those, FEEDBACK_FACTS)
             best[j] = values[order], those[order]
     return best
+
+
+def _best_by_codes(
+    evidence: Evidence, words: list[Sparse | None], codes: ScanIndex, view: StoreView
+) -> list[tuple[Float64, Int64]]:
+    """The same from the codes of a scan: only rows that may be among the 5 best are computed.
+
+    The 5th best of some rows is a bound. A row without words must reach it by its cosine alone, and what words add to
+    one that has some must reach what the largest cosine of all leaves of it.
+    """
+    shift = evidence.shift + evidence.word_shift
+    alone, enough = [], []
+    each = [evidence.one(j) for j in range(len(evidence.units))]
+    for j, (one, pair) in enumerate(zip(each, words, strict=True)):
+        (unit,), (scale,) = one.units, one.scale
+        some = codes.top(Columns.spec(unit, min_relevance=-np.inf), view, None, FEEDBACK_FACTS)
+        nearest = float(_values(one, [None], view, some).max())
+        if pair is not None:
+            some = np.union1d(some, pair[0][best_first(pair[1], pair[0], _SOME)])
+        found = np.sort(_values(one, [pair], view, some)[:, 0])
+        bound = float(found[-FEEDBACK_FACTS]) if len(found) >= FEEDBACK_FACTS else -np.inf
+        slack = _SLACK * (1.0 + sum(map(abs, (bound, nearest, scale, shift[j])))) if np.isfinite(bound) else 0.0
+        alone.append(
+            Columns(
+                query=unit,
+                coverage=None,
+                residual=evidence.units[:0],
+                scale=np.array([scale, 0.0]),
+                shift=np.array([shift[j], 0.0]),
+                weight=np.ones(RESIDUAL),
+                gate=np.array([bound - slack, np.inf]),
+            )
+        )
+        enough.append(_at_least(pair, bound - nearest - slack))
+    best = []
+    by_cosine = codes.candidates_each(alone, view)
+    for one, pair, near, worded in zip(each, words, by_cosine, enough, strict=True):
+        rows = np.union1d(near, worded)
+        values = _values(one, [pair], view, rows)[:, 0]
+        order = best_first(values, rows, FEEDBACK_FACTS)
+        best.append((values[order], rows[order]))
+    return best
+
+
+def _at_least(pair: Sparse | None, least: float) -> Int64:
+    """Rows with at least so much."""
+    return np.zeros(0, np.int64) if pair is None else pair[0][pair[1] >= least]
 
 
 def _direction(vectors: Float64, calibration: Calibration) -> Float64:
@@ -461,7 +555,8 @@ def _of_documents(evidence: Evidence, weight: float, retriever: Retriever, view:
     names = [place[0] for place in places if place is not None]
     positions = np.array([place[1] for place in places if place is not None])
     _, source = np.unique(np.array(names, object), return_inverse=True)
-    parts = [_values(evidence, retriever, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)]
+    words = _words(evidence, retriever, view)
+    parts = [_values(evidence, words, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)]
     order = np.lexsort((rows, positions, source))
     source, x = source[order], np.concatenate(parts)[order]
     near, total = np.zeros_like(x), np.zeros(len(rows))

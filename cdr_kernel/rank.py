@@ -294,11 +294,14 @@ class Question:
         given = Factors(importance, multiplier, overlap).take(chosen)
         if given.importance is not None and given.multiplier is not None:
             check_product(given.importance, given.multiplier)
-        scores = passing_scores(view.blocks, view.squared_norms, rows[chosen], self.columns, given)
+        if parts is None or self.asked.columns.coverage is not None:
+            scores = passing_scores(view.blocks, view.squared_norms, rows[chosen], self.columns, given)
+        else:
+            scores = self._of_values(positions, given)
         best = best_first(scores.score, scores.rows, k)
         ranking = self._ranked(scores.take(best), given.take(best), len(rows), int(np.count_nonzero(overlap)))
         if parts is not None:
-            ranking = self._by_sub_query(ranking, scores.rows[best], new / passed if passed else None)
+            ranking = self._by_sub_query(ranking, positions[best], new / passed if passed else None)
         return ranking, passed, new
 
     def _of_likely(
@@ -336,17 +339,38 @@ class Question:
             store_version=self.view.version,
         )
 
-    def _by_sub_query(self, ranking: Ranking, rows: Int64, new_share: float | None) -> Ranking:
-        """The ranking of these rows with what the calibrated mode's packing and exits go by."""
-        columns, scored = self.columns, self.asked.scored
-        values = _C.column_values(self.view.blocks, self.view.squared_norms, columns.compiled, rows)
-        x = values[:, scored.start - 1 : scored.stop - 1]  # they leave the coverage column out
+    @cached_property
+    def _values(self) -> Float64:
+        """[M, 1 + S] of the kept rows: relevance and the columns of the sub-queries, in the calibrated mode."""
+        values = self.asked.values(self.kept.rows)
+        assert values is not None
+        return values
+
+    def _of_values(self, positions: Int64, given: Factors) -> Scores:
+        """What `passing_scores` makes of the kept rows at these positions, where nothing is covered."""
+        assert given.importance is not None
+        assert given.ngram_overlap is not None
+        values, none = self._values[positions], np.zeros(len(positions))
+        weight = self.asked.columns.weight[self.asked.scored]
+        pull = weight[0] * values[:, 1]
+        for j in range(1, len(weight)):
+            each = weight[j] * values[:, 1 + j]
+            pull = np.where(each > pull, each, pull)
+        strength = given.importance * (1.0 if given.multiplier is None else given.multiplier)
+        base = np.where(pull > 0.0, strength * pull, pull)
+        penalty = np.minimum(NGRAM_PENALTY_CAP, given.ngram_overlap * NGRAM_PENALTY_STEP)
+        score = np.where(pull > 0.0, base * (1.0 - penalty), base)
+        return Scores(self.kept.rows[positions], score, base, values[:, 0], none, pull, np.ones(len(positions)))
+
+    def _by_sub_query(self, ranking: Ranking, positions: Int64, new_share: float | None) -> Ranking:
+        """The ranking of the kept rows at these positions with what the calibrated mode's packing and exits go by."""
+        x = self._values[positions, 1:]
         factor = ranking.importance * ranking.multiplier * ranking.novelty * (1.0 - ranking.ngram_penalty)
         return replace(
             ranking,
             new_share=new_share,
             by_sub_query=np.where(x > 0.0, x * factor[:, None], x),
-            need=tuple(columns.weight[scored].tolist()),
+            need=tuple(self.asked.columns.weight[self.asked.scored].tolist()),
             feedback=self.asked.feedback,
         )
 

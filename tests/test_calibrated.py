@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import (
+    _C,
     FactStore,
     NGramGuard,
     Retriever,
@@ -18,12 +19,14 @@ from cdr_kernel import (
     WindowReport,
     cdr_rank,
     crp_headers,
+    evidence,
     pack_facts,
     rank_many,
     reference,
     run_windows,
 )
 from cdr_kernel.evidence import ask
+from cdr_kernel.score import Factors, passing_scores
 
 WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network", "restarts")
 MODEL = "toy"
@@ -196,6 +199,84 @@ def test_codes_of_a_scan_change_nothing(world):
         assert first.ids == second.ids
         assert first.score.tobytes() == second.score.tobytes()
         window(session, store, query)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_codes_find_the_same_facts_for_the_feedback(seed, monkeypatch):
+    r = np.random.default_rng(seed)
+    store, items, query = some_store(r, 300, 6), some_items(r, 6), r.standard_normal(6) + 0.5
+    coded = Retriever(store)
+    coded.prepare()
+    texts = [" ".join(r.choice(WORDS, 4)) if i % 3 else "x" for i in range(40)]
+    same = np.repeat(r.standard_normal((8, 6)) + 0.5, 5, axis=0)  # ties
+    store.add([f"late{i}" for i in range(40)], texts, same)
+    store.remove(store.ids[:150:7])
+    monkeypatch.setattr(evidence, "_SOME", 3)
+    computed = []
+    values = evidence._values
+    monkeypatch.setattr(evidence, "_values", lambda *of: [computed.append(len(of[-1])), values(*of)][1])
+    for weight in (0.0, 0.25, 3.0):
+        session = calibrated(items, lexical_weight=weight)
+        first = cdr_rank(query, Retriever(store), session)
+        computed.clear()
+        second = cdr_rank(query, coded, session)
+        assert max(computed) < len(store)
+        assert first.feedback.fact_ids == second.feedback.fact_ids
+        assert first.score.tobytes() == second.score.tobytes()
+
+
+def test_codes_of_fewer_facts_than_the_feedback_takes(world):
+    _, items, query = world
+    store = FactStore(6, embedding_model=MODEL)
+    store.add(["a", "b", "c"], ["network", "pod", "volume"], np.random.default_rng(3).standard_normal((3, 6)))
+    coded = Retriever(store)
+    coded.prepare()
+    first, second = (
+        cdr_rank(query, retriever, calibrated(items, gate=-9.0)) for retriever in (Retriever(store), coded)
+    )
+    assert first.feedback.fact_ids == second.feedback.fact_ids == ("a", "b", "c")
+    assert first.score.tobytes() == second.score.tobytes()
+    store.remove(["a", "b", "c"])
+    assert len(cdr_rank(query, coded, calibrated(items))) == 0
+
+
+@pytest.mark.parametrize("need_floor", [0.0, 0.35])
+def test_scores_are_those_of_the_exact_routine(need_floor):
+    r = np.random.default_rng(5)
+    store, items, query = some_store(r, 120, 6), some_items(r, 6), r.standard_normal(6) + 0.5
+    retriever, view = Retriever(store), store.view()
+    session = calibrated(items, gate=-0.5, need_floor=need_floor, packed_penalty=0.5, guard=NGramGuard())
+    multiplier = r.choice([0.0, 0.5, 1.3], len(store))
+    factors = np.ones(view.rows)
+    factors[view.alive] = multiplier
+    for number in range(4):
+        ranking = cdr_rank(query, retriever, session, multiplier=multiplier)
+        asked = ask(query, retriever, session, session.state, view)
+        rows = np.sort([view.row_of(id) for id in ranking.ids])
+        assert rows.tolist() == retriever.candidates(asked.gates, view).tolist()
+        packed = np.array([view.id_of(row) in session.state.packed for row in rows.tolist()])
+        overlap = session.state.guard.overlap_rows(view.tokens, rows)
+        given = Factors(view.importance[rows], np.where(packed, 0.5, 1.0) * factors[rows], overlap)
+        exact = passing_scores(view.blocks, view.squared_norms, rows, asked.scoring(rows), given)
+        exact = exact.take(np.lexsort((rows, -exact.score)))
+        for name in ("score", "score_without_guard", "relevance", "coverage", "residual_pull", "novelty"):
+            assert getattr(ranking, name).tobytes() == getattr(exact, name).tobytes()
+        text = " ".join(ranking.facts[0].text for _ in range(3))
+        report = WindowReport(0.5, (f"q{number % 3}",), {f"q{number % 3}": 1.0}, embedding_model=MODEL)
+        session.update(report, text, envelope=pack_facts(ranking, 4, count_tokens=lambda text: 1))
+    assert overlap.any()
+    assert (exact.score < 0.0).any()
+
+
+def test_later_windows_compute_no_values(world, monkeypatch):
+    store, items, query = world
+    session, retriever = calibrated(items, guard=NGramGuard()), Retriever(store)
+    window(session, store, query, retriever=retriever)
+    calls = []
+    for name in ("column_values", "score_rows", "gate_rows"):
+        monkeypatch.setattr(_C, name, lambda *_, name=name: calls.append(name))
+    window(session, store, query, retriever=retriever)
+    assert calls == []
 
 
 def test_the_spec_is_the_default_and_computes_none_of_it(world):
