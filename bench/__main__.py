@@ -13,6 +13,7 @@ from bench.report import write
 from cdr_kernel.files import check_output
 
 BENCHES = {
+    "calibrated": "the calibrated mode at scale: first and later windows",
     "crprotocol": "the drop-in for crprotocol against the package itself",
     "ngram": "the n-gram guard at corpus scale",
     "quality": "does retrieval hold quality over windows, on labelled tasks",

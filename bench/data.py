@@ -71,6 +71,14 @@ class Clusters:
 
 def grow(clusters: Clusters, n: int, *, spread: float = 0.8, seed: int = 1) -> Iterator[Float32]:
     """n unit rows in chunks of at most CHUNK, float32. spread in [0, 1]: how much of an offset is drawn anew."""
+    for rows, _ in grow_with_base(clusters, n, spread=spread, seed=seed):
+        yield rows
+
+
+def grow_with_base(
+    clusters: Clusters, n: int, *, spread: float = 0.8, seed: int = 1
+) -> Iterator[tuple[Float32, npt.NDArray[np.int64]]]:
+    """``grow``, each chunk with the number of the base vector that every row was grown from."""
     r = np.random.default_rng(seed)
     kept = 1.0 - np.sqrt(1.0 - spread * spread)
     offset = clusters.base - clusters.mean[clusters.label]
@@ -88,7 +96,8 @@ def grow(clusters: Clusters, n: int, *, spread: float = 0.8, seed: int = 1) -> I
             c = clusters.label[chosen[part[0]]]
             draw = r.standard_normal((len(part), inside.shape[1]), dtype=np.float32) * clusters.deviations[c] * spread
             rows[part] += (draw - np.float32(kept) * inside[chosen[part]]) @ clusters.directions[c]
-        yield unit(rows)[r.permutation(size)]
+        order = r.permutation(size)
+        yield unit(rows)[order], chosen[order]
 
 
 def sentences(numbers: Iterable[int], words: int) -> list[str]:

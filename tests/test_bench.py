@@ -56,6 +56,27 @@ def test_crprotocol():
     assert result["rows"]["crprotocol"].keys() == {"p20_ms", "p50_ms", "p80_ms", "ratio"}
 
 
+@pytest.mark.parametrize("more", [(), ("--source", "0.4")])
+def test_calibrated(more):
+    run = bench("calibrated", "--facts", "1500", "--json", *more)
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    result = json.loads(line)
+    assert "the reference agrees" in run.stderr
+    assert (result["facts"], result["tasks"], result["base"]) == (1500, 1, "demo-sized")
+    assert 50 < result["qualified"] < 1500
+    assert result["first_ms"]["p50"] > 0
+    assert result["later_ms"]["p50"] > 0
+    assert 0 < result["kept_bytes"] <= result["kept_limit"]
+    assert result["peak_rss_mb"] > 50
+
+
+def test_calibrated_refuses_no_facts():
+    run = bench("calibrated", "--facts", "0")
+    assert run.returncode == 2
+    assert "--facts and --tasks: expected at least 1" in run.stderr
+
+
 SCAN = ("scan", "--facts", "1500", "--gate", "0.3", "--k", "20", "--first", "2", "--json")
 
 
