@@ -5,8 +5,9 @@
 
 The mean of cos(f, v) over a store is v·m / |v| and its variance v·C·v / v·v, with the mean m and the covariance C of
 the unit rows. Both come from sums over rows that are kept as exact integers: unit rows are rounded to multiples of
-2^-42 once, and from there on nothing is rounded before the end. So a store's calibration does not depend on the order
-in which facts came, on those that came and went, or on how many parts the facts are spread over.
+2^-41 once, and from there on nothing is rounded before the end. So a store's calibration does not depend on the order
+in which facts came, on those that came and went, or on how many parts the facts are spread over. The rounding moves a
+coordinate by 2^-42 at most, a fact's cosine to a unit vector by √D 2^-42, and the deviation of the cosines by no more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cdr_kernel.constants import NO_DEVIATION
 from cdr_kernel.store import Bool, StoreView
 
 _BLOCK = 2048  # rows whose products, at most 2^42 each, float64 sums exactly
-_HIGH, _LOW = 2.0**20, 2.0**22  # a coordinate is high / 2^20 + low / 2^42, with |high| <= 2^20 and |low| <= 2^21
+_HIGH, _LOW = 2.0**20, 2.0**21  # a coordinate is high / 2^20 + low / 2^41, with |high| <= 2^20 and |low| <= 2^20
 _BASE = 20  # bits of the lower part of a sum of products
 _MASK = (1 << _BASE) - 1
 _SELECTIONS = 4  # of some facts, whose sums are kept
@@ -57,8 +58,11 @@ class Calibration:
 class Sums:
     """Exact sums over the unit rows of some facts; those of two sets of facts that share none add up.
 
-    A row is 2D integers, the D high parts of its coordinates and then the low ones. first: [2D] int64, their sum.
-    upper, lower: [2D, 2D] int64; upper * 2^20 + lower is the sum of their products. Good for 2^31 facts.
+    A row is 2D integers, the D high parts of its coordinates and the D low ones. first: [2, D] int64, their sums.
+    upper, lower: [3, D, D] int64; upper * 2^20 + lower are the sums of the products of the high parts, of the low ones,
+    and of high + low, which less the other two are those of high and low, both ways: three symmetric products where
+    one of all 2D parts has the work of four. The low parts cannot be left out: they are all there is to a store whose
+    facts are nearly alike. Good for 2^31 facts.
     """
 
     count: int
@@ -69,8 +73,8 @@ class Sums:
     @classmethod
     def zero(cls, dim: int) -> Sums:
         """Of no facts."""
-        square = (2 * dim, 2 * dim)
-        return cls(0, np.zeros(2 * dim, np.int64), np.zeros(square, np.int64), np.zeros(square, np.int64))
+        square = (3, dim, dim)
+        return cls(0, np.zeros((2, dim), np.int64), np.zeros(square, np.int64), np.zeros(square, np.int64))
 
     def copy(self) -> Sums:
         """The same, in arrays of its own."""
@@ -87,32 +91,48 @@ class Sums:
         """Take in these rows of a view; with sign -1 take them out."""
         for start in range(0, len(rows), _BLOCK):
             some = rows[start : start + _BLOCK]
-            scaled = view.take(some).astype(np.float64) / np.sqrt(view.squared_norms[some, None]) * _HIGH
-            high = np.rint(scaled)
-            parts = np.hstack([high, np.rint((scaled - high) * _LOW)])
-            products = (parts.T @ parts).astype(np.int64)
-            self.first += sign * parts.sum(0).astype(np.int64)
-            self.upper += sign * (products >> _BASE)
-            self.lower += sign * (products & _MASK)
+            low = view.take(some).astype(np.float64) / np.sqrt(view.squared_norms[some, None])
+            low *= _HIGH
+            high = np.rint(low)
+            low -= high
+            low *= _LOW
+            np.rint(low, out=low)
+            self.first += sign * np.stack([high.sum(0), low.sum(0)]).astype(np.int64)
+            for i, part in enumerate((high, low, high + low)):
+                products = (part.T @ part).astype(np.int64)
+                self.upper[i] += sign * (products >> _BASE)
+                self.lower[i] += sign * (products & _MASK)
         self.count += sign * len(rows)
 
     def calibration(self) -> Calibration:
         """Mean and covariance, rounded from the exact sums."""
-        dim, n = len(self.first) // 2, self.count
+        dim, n = self.first.shape[1], self.count
         if not n:
             return Calibration(np.zeros(dim), np.zeros((dim, dim)), 0)
         # the products about the mean rounded to integers, c: sum((a - c)(b - c)) leaves nothing large to cancel
-        c = np.rint(self.first / n).astype(np.int64)
-        rest = self.first - n * c
-        upper = self.upper - np.outer(c, self.first >> _BASE)
-        lower = self.lower - np.outer(c, self.first & _MASK) - np.outer(rest, c)
+        first = np.vstack([self.first, self.first.sum(0)])
+        c = np.rint(first[:2] / n).astype(np.int64)
+        c = np.vstack([c, c.sum(0)])
+        rest = first - n * c
+        upper = self.upper - _outer(c, first >> _BASE)
+        lower = self.lower - _outer(c, first & _MASK) - _outer(rest, c)
+        for parts in (upper, lower):
+            parts[2] -= parts[0] + parts[1]
         upper += lower >> _BASE
-        spread = (upper * 2.0**_BASE + (lower & _MASK)) / n - np.outer(rest / n, rest / n)
-        units = np.repeat([1.0 / _HIGH, 1.0 / (_HIGH * _LOW)], dim)
-        spread *= np.outer(units, units)
-        mean = (c + rest / n) * units
-        covariance = spread[:dim, :dim] + (spread[:dim, dim:] + spread[dim:, :dim]) + spread[dim:, dim:]
-        return Calibration(mean[:dim] + mean[dim:], covariance, n)
+        mean = rest / n
+        crossed = np.outer(mean[0], mean[1])
+        high, low, both = (upper * 2.0**_BASE + (lower & _MASK)) / n
+        high -= np.outer(mean[0], mean[0])
+        low -= np.outer(mean[1], mean[1])
+        both -= crossed + crossed.T
+        unit = 1.0 / (_HIGH * _LOW)
+        covariance = high / _HIGH**2 + both * (unit / _HIGH) + low * unit**2
+        return Calibration((c[0] + mean[0]) / _HIGH + (c[1] + mean[1]) * unit, covariance, n)
+
+
+def _outer(a: Int64, b: Int64) -> Int64:
+    """Of each of some vectors [n, D] with its counterpart, [n, D, D]."""
+    return a[:, :, None] * b[:, None, :]
 
 
 class Moments:

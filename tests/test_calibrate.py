@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from operator import mul
+
 import numpy as np
 import pytest
 
@@ -151,3 +154,35 @@ def test_a_small_spread_is_not_lost():
 def test_bad_vectors_are_refused(bad):
     with pytest.raises(ValueError, match="vectors"):
         Moments().of(store_of(rows(3)).view()).scale_shift(bad)
+
+
+def test_the_largest_products_are_summed_exactly():
+    """Blocks of rows whose one coordinate is 1, and of rows whose low parts are as large as they get."""
+    one = np.zeros((5000, 3))
+    one[:, 1] = 1.0
+    found = Moments().of(store_of(one, 3).view())
+    assert found.mean.tolist() == [0.0, 1.0, 0.0]
+    assert not found.covariance.any()
+    x = np.sqrt(0.5) // 2.0**-20 * 2.0**-20 + 2.0**-21
+    store = FactStore(3, embedding_model="toy", dtype="float64")
+    add(store, np.tile([[x, np.sqrt(1.0 - x * x), 0.0], [x, -np.sqrt(1.0 - x * x), 0.0]], (2500, 1)))
+    check(Moments().of(store.view()), store.view())
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-7])
+def test_the_covariance_is_that_of_the_rounded_rows(spread):
+    vectors = np.ones((40, 3)) * 0.5 + spread * np.random.default_rng(2).standard_normal((40, 3))
+    store = FactStore(3, embedding_model="toy", dtype="float64")
+    add(store, vectors)
+    view = store.view()
+    unit = view.embeddings / np.sqrt(view.squared_norms[:, None])
+    high = np.rint(unit * 2.0**20)
+    rounded = [[int(v) for v in row] for row in high * 2.0**21 + np.rint((unit * 2.0**20 - high) * 2.0**21)]
+    columns = list(zip(*rounded, strict=True))
+    expected = [
+        [float(Fraction(40 * sum(map(mul, a, b)) - sum(a) * sum(b), 1600 * 2**82)) for b in columns] for a in columns
+    ]
+    found = Moments().of(view)
+    np.testing.assert_allclose(found.covariance, expected, rtol=1e-9, atol=1e-15 * spread)
+    assert (found.covariance == found.covariance.T).all()
+    np.testing.assert_allclose(found.mean, [sum(a) / 40 / 2**41 for a in columns], rtol=1e-15, atol=0)
