@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--guard", choices=["on", "off"], help="n-gram guard (spec: on, else off)")
     p.add_argument("--min-relevance", type=float, help="the gate of mode spec (.55)")
     p.add_argument("--gate", type=float, help="that of mode calibrated, in deviations (2)")
+    p.add_argument("--min-qualified", type=int, help="facts that qualify at least (200; with --gate 0)")
     p.add_argument("--gate-on", choices=GATES_ON, help="best column or query (best)")
     p.add_argument("--lexical", type=float, help="weight of the words (.25)")
     p.add_argument("--feedback", type=float, help="weight of the task's own direction (.4)")
@@ -60,6 +61,7 @@ def settings(a: argparse.Namespace) -> dict[str, Any]:
         "pack": a.pack,
         "min_relevance": a.min_relevance,
         "gate": a.gate,
+        "min_qualified": a.min_qualified,
         "gate_on": a.gate_on,
         "lexical_weight": a.lexical,
         "feedback_weight": a.feedback,

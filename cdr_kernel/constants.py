@@ -80,6 +80,9 @@ power of two first. 200 and not more, since the product of two squared norms mus
 CALIBRATED_GATE: Final = 2.0
 """Deviations above the store's mean that the best column of a candidate must reach."""
 
+MIN_QUALIFIED: Final = 200
+"""Facts that qualify at least: where fewer reach the gate, as in stores of some hundred facts, the best ones do."""
+
 LEXICAL_WEIGHT: Final = 0.25
 """Share of the z-score of BM25 in a sub-query's score."""
 

@@ -54,6 +54,13 @@ class Asked:
     feedback: Feedback | None
     added: Added | None = None
 
+    def at(self, gate: float) -> Asked:
+        """The same with another gate."""
+        gates, columns = (
+            replace(each, gate=np.where(each.gate < np.inf, gate, np.inf)) for each in (self.gates, self.columns)
+        )
+        return replace(self, gates=gates, columns=columns)
+
     def scoring(self, rows: Int64) -> Columns:
         """The columns that score these rows, int64 ascending."""
         if self.added is None:
@@ -195,7 +202,49 @@ def ask(query: Any, retriever: Retriever, session: Session, state: SessionState,
     facts = _Here(retriever, view)
     evidence = _kept(retriever, session, parts, view, facts, state.feedback)
     added = Added(evidence, parts, retriever, view, (*task_of(session, parts, evidence.feedback), *_version(view)))
-    return replace(asked(query, session, state, facts, view.dim, evidence), added=added)
+    made = replace(asked(query, session, state, facts, view.dim, evidence), added=added)
+    lower: float | None = retriever.evidence.get(gate_key(made, session, _version(view)))
+    return made if lower is None else made.at(lower)
+
+
+def with_enough(made: Asked, rows: Int64, retriever: Retriever, session: Session, view: StoreView) -> Asked:
+    """What was asked, where enough of these rows, which passed, are there (`Calibrated.min_qualified`); else with the
+    gate that so many facts of the view pass, which is kept for the windows to come."""
+    least = 0 if session.calibrated is None else session.calibrated.min_qualified
+    gate = float(made.gates.gate[0])
+    passed = int(np.count_nonzero(view.alive[rows]))
+    if passed >= least or gate == -np.inf:
+        return made
+    lower = min(gate, lower_gate(best_z(made.gates, least, view), least))
+    if lower == gate:  # an approximate index missed some
+        return made
+    retriever.evidence.put(gate_key(made, session, _version(view)), lower, 0)
+    return made.at(lower)
+
+
+def best_z(gates: Columns, most: int, view: StoreView) -> Float64:
+    """The largest values that facts of the view have in their best gated column, so many and one more, descending."""
+    best = np.zeros(0)
+    alive = np.flatnonzero(view.alive)
+    for start in range(0, len(alive), _CHUNK):
+        rows = alive[start : start + _CHUNK]
+        values = _C.column_values(view.blocks, view.squared_norms, gates.compiled, rows).max(axis=1)
+        best = np.sort(np.concatenate([best, values]))[::-1][: most + 1]
+    return best
+
+
+def lower_gate(best: Float64, least: int) -> float:
+    """The gate that `least` facts pass, given the values of at least one more, descending; where there are no more than
+    that, all pass."""
+    return float(best[least - 1]) - NO_DEVIATION if len(best) > least else -np.inf
+
+
+def gate_key(made: Asked, session: Session, version: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells the gate of one question from another's."""
+    parts = session.calibrated
+    assert parts is not None
+    query = hashlib.blake2b(made.gates.query.tobytes(), digest_size=16).digest()
+    return ("gate", session.task_key, query, parts.gate, parts.min_qualified, parts.gate_on, *version)
 
 
 def asked(query: Any, session: Session, state: SessionState, facts: Facts, dim: int, evidence: Evidence) -> Asked:

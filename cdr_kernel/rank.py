@@ -16,7 +16,7 @@ from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.evidence import Asked, ask
+from cdr_kernel.evidence import Asked, ask, with_enough
 from cdr_kernel.kept import KeptRows
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores
@@ -207,6 +207,10 @@ def rank_many(
     by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in (each.columns for each in asked))
     gates = [each.gates for each in asked]
     found = retriever.qualified(sessions, gates, view, bounds=k is not None and by_relevance)
+    for i, (session, each) in enumerate(zip(sessions, asked, strict=True)):
+        asked[i] = with_enough(each, found[i].rows, retriever, session, view)
+        if asked[i] is not each:
+            (found[i],) = retriever.qualified([session], [asked[i].gates], view)
     questions = [Question(*each, retriever, view) for each in zip(sessions, states, asked, found, strict=True)]
     return [each.ranking(k, factors) for each in _with_likely(questions, view, factors, k)]
 

@@ -44,6 +44,7 @@ from cdr_kernel.constants import (
     MAX_WINDOWS,
     MAX_WINDOWS_LIMIT,
     MIN_NOVELTY_FLOOR,
+    MIN_QUALIFIED,
     NEED_FLOOR,
     NGRAM_PENALTY_CAP,
     NGRAM_PENALTY_STEP,
@@ -719,11 +720,13 @@ class CalibratedSession(ReferenceSession):
     """A session of the calibrated mode. `packed` and `direction` change from window to window, the rest is fixed.
 
     gate, gate_on: a fact qualifies if its z-score to the query ("query"), or the best one to query and sub-queries
-    ("best"), is at or above the gate. packed: ids of facts packed so far. direction, words: of the task feedback,
-    fixed at the first window. source_weight above 0 replaces the feedback.
+    ("best"), is at or above the gate; where fewer than min_qualified do, so many with the best z-scores qualify, and
+    what is at most 1e-9 below them. packed: ids of facts packed so far. direction, words: of the task feedback, fixed
+    at the first window. source_weight above 0 replaces the feedback.
     """
 
     gate: float = CALIBRATED_GATE
+    min_qualified: int = MIN_QUALIFIED
     gate_on: str = "best"
     lexical_weight: float = LEXICAL_WEIGHT
     feedback_weight: float = FEEDBACK_WEIGHT
@@ -923,10 +926,15 @@ def calibrated_rank(
             gates.append(z_scores([cosine(fact.embedding, item.embedding) for fact in facts]))
     columns = sub_query_scores(facts, session)
     need = needs(session)
+    best = [max(values[i] for values in gates) for i in range(len(facts))]
+    gate = session.gate
+    if sum(z >= gate for z in best) < session.min_qualified:
+        enough = len(best) > session.min_qualified
+        gate = sorted(best, reverse=True)[session.min_qualified - 1] - NO_DEVIATION if enough else -math.inf
     qualified = new = 0
     ranking = []
     for i, fact in enumerate(facts):
-        if max(values[i] for values in gates) < session.gate:
+        if best[i] < gate:
             continue
         qualified += 1
         was_packed = fact.id in session.packed

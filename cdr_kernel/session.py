@@ -71,7 +71,7 @@ class Session:
     guard: the n-gram guard (§5), which is copied; None makes an empty one (mode "calibrated": none), False turns it
     off. Its tokenizer and hash key must be the store's.
     id: names the session; a random hex string unless given.
-    gate, gate_on, lexical_weight, feedback_weight, lexical_feedback_weight, source_weight, need_floor,
+    gate, min_qualified, gate_on, lexical_weight, feedback_weight, lexical_feedback_weight, source_weight, need_floor,
     packed_penalty, centred_coverage, min_new_share: the parts of mode "calibrated", see `Calibrated`; kept in
     `session.calibrated`, which is None in mode "spec". first_window_pull, clamp_novelty, exhaustion and
     exclude_packed are of mode "spec" alone.
@@ -100,6 +100,7 @@ class Session:
         guard: NGramGuard | Literal[False] | None = None,
         id: str | None = None,
         gate: float | None = None,
+        min_qualified: int | None = None,
         gate_on: str | None = None,
         lexical_weight: float | None = None,
         feedback_weight: float | None = None,
@@ -135,6 +136,7 @@ class Session:
         self.mode = check_choice(mode, "mode", MODES)
         parts = {
             "gate": gate,
+            "min_qualified": 0 if min_qualified is None and gate is not None else min_qualified,
             "gate_on": gate_on,
             "lexical_weight": lexical_weight,
             "feedback_weight": feedback_weight,
@@ -420,7 +422,7 @@ class Session:
         twin = self.snapshot()
         twin._state = state
         if gate is not None and self.calibrated is not None:
-            twin.calibrated = replace(self.calibrated, gate=gate)
+            twin.calibrated = replace(self.calibrated, gate=gate, min_qualified=0)
         elif gate is not None:
             twin.min_relevance = gate
         return twin

@@ -28,6 +28,7 @@ from cdr_kernel.evidence import (
     Evidence,
     Terms,
     best_rows,
+    best_z,
     rows_of,
     term_sums,
     unit_rows,
@@ -313,6 +314,10 @@ class Shard:
             (values, view.sequence[rows], [view.id_of(row) for row in rows.tolist()], unit_rows(view, rows))
             for values, rows in found
         ]
+
+    def best_z(self, view: StoreView, gates: Mapping[str, Any], most: int) -> Float64:
+        """The largest values in the best gated column, so many and one more, descending."""
+        return best_z(Columns(**gates), most, view)
 
     def vectors(self, view: StoreView, ids: tuple[str, ...]) -> tuple[Int64, Float64]:
         """Sequence numbers and unit vectors of those of these facts that are here."""

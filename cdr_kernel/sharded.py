@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
-from cdr_kernel.evidence import Asked, Evidence, Terms, asked, gathered, task_of
+from cdr_kernel.evidence import Asked, Evidence, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
 from cdr_kernel.rank import Multiplier, Ranking
@@ -51,6 +51,9 @@ from cdr_kernel.store import EmbeddingModelMismatch, Fact
 from cdr_kernel.task import SessionState
 
 __all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]
+
+_Of: TypeAlias = "tuple[Asked, tuple[Any, ...] | None, Evidence | None]"
+"""What a session asks, and for the calibrated mode its task and the evidence."""
 
 _TASKS_KEPT = 128  # each under two names
 _WHOLE = 512  # facts that may come along with the keys; more are asked for when it is known which
@@ -176,6 +179,7 @@ class ShardedRetriever:
         self._tokens: weakref.WeakKeyDictionary[Session, tuple[str, Session]] = weakref.WeakKeyDictionary()
         self._blacklists: weakref.WeakKeyDictionary[Session, OrderedDict[str, _Written]] = weakref.WeakKeyDictionary()
         self._evidence: OrderedDict[Any, Evidence] = OrderedDict()
+        self._gates: OrderedDict[Any, float] = OrderedDict()
 
     @property
     def exact(self) -> bool:
@@ -226,6 +230,13 @@ class ShardedRetriever:
 
         digests = [None if w is None else w.digest for w in written]
         answers = window.ask("rank", arguments, lambda value: _valid(value, k, digests))
+        lowered = [
+            self._lowered(window, session, of, sum(answer[i].passed for answer in answers.values()))
+            for i, (session, of) in enumerate(zip(sessions, each, strict=True))
+        ]
+        if any(new is not old for new, old in zip(lowered, each, strict=True)):
+            each[:] = lowered
+            answers = window.ask("rank", arguments, lambda value: _valid(value, k, digests))
         while True:
             chosen = [merged([answer[i] for answer in answers.values()], k) for i in range(len(sessions))]
             facts = self._facts(window, answers, chosen)
@@ -244,9 +255,7 @@ class ShardedRetriever:
         block = (np.zeros(1, np.int64), np.zeros(0, np.uint8))
         return TokenRows((block,), (), self.store.tokenizer_name, self.store.key_fingerprint)
 
-    def _asked(
-        self, query: Any, session: Session, state: SessionState, window: _Window
-    ) -> tuple[Asked, tuple[Any, ...] | None, Evidence | None]:
+    def _asked(self, query: Any, session: Session, state: SessionState, window: _Window) -> _Of:
         """What a session asks, and for the calibrated mode its task and the evidence."""
         parts = session.calibrated
         if parts is None:
@@ -274,7 +283,30 @@ class ShardedRetriever:
                     self._evidence[(*task_of(session, parts, each), version)] = evidence
                 while len(self._evidence) > _TASKS_KEPT:
                     self._evidence.popitem(last=False)
-        return asked(query, session, state, window, self.store.dim, evidence), task, evidence
+        made = asked(query, session, state, window, self.store.dim, evidence)
+        with self._lock:
+            lower = None if window.missing else self._gates.get(gate_key(made, session, (version,)))
+        return made if lower is None else made.at(lower), task, evidence
+
+    def _lowered(self, window: _Window, session: Session, of: _Of, passed: int) -> _Of:
+        """What a session asks, with the gate that enough facts pass (`evidence.with_enough`)."""
+        made, task, evidence = of
+        parts = session.calibrated
+        gate = float(made.gates.gate[0])
+        if parts is None or passed >= parts.min_qualified or gate == -np.inf:
+            return of
+        least = parts.min_qualified
+        found = window.same("best_z", columns_fields(made.gates), least, check=lambda z: bool(np.isfinite(z).all()))
+        best = np.sort(np.concatenate([np.zeros(0), *found.values()]))[::-1]
+        lower = min(gate, lower_gate(best, least))
+        if lower == gate:
+            return of
+        if not window.missing:
+            with self._lock:
+                self._gates[gate_key(made, session, (window.snapshot.version,))] = lower
+                while len(self._gates) > _TASKS_KEPT:
+                    self._gates.popitem(last=False)
+        return made.at(lower), task, evidence
 
     def _multipliers(self, values: Multiplier | None, window: _Window) -> Callable[[Group], Any]:
         """What each shard is given of the multiplier."""
@@ -325,7 +357,7 @@ class ShardedRetriever:
         full: bool,
         session: Session,
         state: SessionState,
-        of: tuple[Asked, tuple[Any, ...] | None, Evidence | None],
+        of: _Of,
         written: _Written | None,
     ) -> Ask:
         """What a session asks of a replica, with what the replica lacks as far as is known."""

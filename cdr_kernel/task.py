@@ -19,6 +19,7 @@ from cdr_kernel.constants import (
     LEXICAL_WEIGHT,
     MAX_DEPTH_FROM_WORDS,
     MIN_NEW_SHARE,
+    MIN_QUALIFIED,
     NEED_FLOOR,
 )
 from cdr_kernel.ngram import NGramGuard
@@ -134,6 +135,9 @@ class Calibrated:
     Every cosine is taken in deviations above the store's mean (z). A sub-query's score of a fact is z plus evidence.
 
     gate: z that a candidate must reach, on gate_on: "best" of query and sub-queries, or "query".
+    min_qualified: int >= 0. Where fewer facts reach the gate, so many with the best z qualify, and what is at most 1e-9
+    below them: two deviations are a lot in a store of some hundred facts of which many serve the task. For a session
+    that is given a gate it is 0 unless it is given too.
     lexical_weight: share of the z-score of BM25 of the sub-query's text, >= 0.
     feedback_weight: share of the z-score along the task's own direction, >= 0: from the store's mean to the mean of
     the 5 best facts of each sub-query, fixed at the first window.
@@ -151,6 +155,7 @@ class Calibrated:
     """
 
     gate: float = CALIBRATED_GATE
+    min_qualified: int = MIN_QUALIFIED
     gate_on: str = "best"
     lexical_weight: float = LEXICAL_WEIGHT
     feedback_weight: float = FEEDBACK_WEIGHT
@@ -167,6 +172,8 @@ class Calibrated:
             value = getattr(self, item.name)
             if item.name == "gate_on":
                 check_choice(value, item.name, GATES_ON)
+            elif item.name == "min_qualified":
+                object.__setattr__(self, item.name, check_integer(value, item.name, 0))
             elif item.name == "centred_coverage":
                 check_bool(value, item.name)
             else:

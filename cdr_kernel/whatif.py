@@ -17,7 +17,7 @@ import numpy as np
 from cdr_kernel import _C
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.evidence import Asked, ask
+from cdr_kernel.evidence import Asked, ask, with_enough
 from cdr_kernel.pack import pack_facts, turns
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
 from cdr_kernel.retrieve import Retriever
@@ -170,7 +170,9 @@ class Question:
         return made
 
     def asked(self) -> Asked:
-        return ask(self.query, self.retriever, self.session, self.state, self.view)
+        made = ask(self.query, self.retriever, self.session, self.state, self.view)
+        (kept,) = self.retriever.qualified([self.session], [made.gates], self.view)
+        return with_enough(made, kept.rows, self.retriever, self.session, self.view)
 
     def unpacked(self) -> Question:
         return self._with(packed={id: n for id, n in self.state.packed.items() if id != self.fact_id})

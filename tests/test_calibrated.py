@@ -32,6 +32,7 @@ WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", 
 MODEL = "toy"
 PARTS = {
     "gate": st.sampled_from([-9.0, 0.0, 0.7, 2.0]),
+    "min_qualified": st.sampled_from([0, 0, 4, 37, 200]),
     "gate_on": st.sampled_from(["best", "query"]),
     "lexical_weight": st.sampled_from([0.0, 0.25, 2.0]),
     "feedback_weight": st.sampled_from([0.0, 0.4, 1.5]),
@@ -298,6 +299,9 @@ def test_defaults(world):
     assert (parts.source_weight, parts.need_floor, parts.packed_penalty, parts.min_new_share) == (0.0, 0.35, 1.0, 0.15)
     assert parts.centred_coverage is False
     assert session.guard is None
+    assert parts.min_qualified == 200
+    assert calibrated(world[1]).calibrated.min_qualified == 0  # a gate that is given is taken at its word
+    assert calibrated(world[1], min_qualified=7).calibrated.min_qualified == 7
 
 
 @pytest.mark.parametrize(
@@ -310,6 +314,8 @@ def test_defaults(world):
         ({"clamp_novelty": True}, ValueError, "clamp_novelty belongs"),
         ({"gate": np.nan}, ValueError, "gate"),
         ({"gate": "2"}, TypeError, "gate"),
+        ({"min_qualified": -1}, ValueError, "min_qualified"),
+        ({"min_qualified": 2.5}, TypeError, "min_qualified"),
         ({"gate_on": "worst"}, ValueError, "'best', 'query'"),
         ({"lexical_weight": -0.1}, ValueError, "lexical_weight"),
         ({"need_floor": 1.1}, ValueError, "need_floor"),
@@ -532,6 +538,58 @@ def test_no_fact_passes(world):
     envelope = pack_facts(cdr_rank(query, Retriever(store), session), 5)
     exit = session.exit(envelope=envelope)
     assert (exit.reason, exit.novelty_ratio, exit.detail) == ("ckf-exhausted", 0.0, "no fact passed the relevance gate")
+
+
+def test_enough_facts_qualify_in_a_small_store(world):
+    store, items, query = world
+    few = cdr_rank(query, Retriever(store), calibrated(items, gate=1.5))
+    assert 0 < few.qualified < 20
+    for kind in ("scan", "flat"):
+        retriever = Retriever(store, kind)
+        session = calibrated(items, gate=1.5, min_qualified=20)
+        seen = []
+        for number in range(3):
+            ranking = cdr_rank(query, retriever, session)
+            assert ranking.qualified == 20 - 4 * number
+            assert set(few.ids) <= set(ranking.ids) | set(seen)
+            seen += window(session, store, query, retriever=retriever).ranking.ids
+        assert len(set(seen)) == 12
+    everything = cdr_rank(query, Retriever(store), calibrated(items, gate=1.5, min_qualified=1000))
+    assert everything.qualified == len(store)
+    fine = cdr_rank(query, Retriever(store), calibrated(items, gate=1.5, min_qualified=few.qualified))
+    assert fine.ids == few.ids
+    assert fine.relevance.tobytes() == few.relevance.tobytes()
+
+
+def test_enough_facts_qualify_among_some(world):
+    store, items, query = world
+    where, view = np.arange(len(store)) % 2 == 0, store.view()
+    some = FactStore(6, embedding_model=MODEL)
+    rows = np.flatnonzero(view.alive)[where]
+    ids, texts = [fact.id for fact in view.facts(rows)], view.texts(rows.tolist())
+    some.add(ids, texts, view.take(rows), importance=view.importance[rows])
+    settings = {"gate": 1.5, "min_qualified": 15}
+    retriever = Retriever(store)
+    for _ in range(2):
+        found = cdr_rank(query, retriever, calibrated(items, **settings), where=where)
+        alone = cdr_rank(query, Retriever(some), calibrated(items, **settings))
+        assert found.qualified == alone.qualified == 15
+        assert found.ids == alone.ids
+        cdr_rank(query, retriever, calibrated(items, **settings))  # of all facts: another gate
+
+
+def test_the_gate_is_lowered_once(world, monkeypatch):
+    store, items, query = world
+    retriever, calls = Retriever(store), []
+    best_z = evidence.best_z
+    monkeypatch.setattr(evidence, "best_z", lambda *of: [calls.append(1), best_z(*of)][1])
+    for least in (20, 1000):
+        calls.clear()
+        sessions = [calibrated(items, gate=1.5, min_qualified=least) for _ in range(2)]
+        for _ in range(3):
+            for session in sessions:
+                window(session, store, query, retriever=retriever)
+        assert calls == [1]
 
 
 def test_an_empty_store_and_one_of_equal_facts(world):

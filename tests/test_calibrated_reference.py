@@ -143,7 +143,7 @@ def test_needs():
 
 def test_the_gate_packed_facts_and_the_share_of_new_ones():
     facts, items, query = world(2)
-    session = CalibratedSession(items, gate=0.5)
+    session = CalibratedSession(items, gate=0.5, min_qualified=0)
     everything, share = reference.calibrated_rank(facts, query, session)
     assert share == 1.0
     assert 5 < len(everything) < 30
@@ -160,6 +160,21 @@ def test_the_gate_packed_facts_and_the_share_of_new_ones():
     assert len(reference.calibrated_rank(facts, query, session)[0]) < len(everything)
     session.gate = 99.0
     assert reference.calibrated_rank(facts, query, session) == ([], None)
+
+
+def test_enough_facts_qualify():
+    facts, items, query = world(2)
+    session = CalibratedSession(items, min_qualified=0)
+    strict = reference.calibrated_rank(facts, query, session)[0]
+    assert 0 < len(strict) < 12
+    session.min_qualified = 12
+    enough, share = reference.calibrated_rank(facts, query, session)
+    assert (len(enough), share) == (12, 1.0)
+    assert {s.fact.id for s in strict} < {s.fact.id for s in enough}
+    session.min_qualified = len(strict)
+    assert reference.calibrated_rank(facts, query, session)[0] == strict
+    session.min_qualified = 31
+    assert len(reference.calibrated_rank(facts, query, session)[0]) == 30
 
 
 def test_factors_act_above_zero_only():

@@ -161,6 +161,7 @@ def with_overlap(world, count, length):
         ({"min_relevance": 0.6}, {"max_facts": 3}),
         ({"mode": "calibrated"}, {"max_facts": 5}),
         ({"mode": "calibrated", "packed_penalty": 0.6}, {"max_facts": 6}),
+        ({"mode": "calibrated", "gate": 1.5, "min_qualified": 9}, {"max_facts": 5}),
         ({"mode": "calibrated", "gate": 1.5, "guard": True, "centred_coverage": True}, {"max_facts": 4}),
         ({"mode": "calibrated"}, {"budget": 60, "count_tokens": lambda text: len(text.split())}),
     ],

@@ -118,7 +118,8 @@ SPEC = st.fixed_dictionaries(
 CALIBRATED = st.fixed_dictionaries(
     {
         "mode": st.just("calibrated"),
-        "gate": st.sampled_from([-9.0, 0.0, 0.7]),
+        "gate": st.sampled_from([-9.0, 0.0, 0.7, 2.0]),
+        "min_qualified": st.sampled_from([0, 5, 20, 200]),
         "gate_on": st.sampled_from(["best", "query"]),
         "lexical_weight": st.sampled_from([0.0, 0.25]),
         "feedback_weight": st.sampled_from([0.0, 0.4]),
@@ -382,7 +383,21 @@ def test_a_lost_replica_is_asked_again(world, faulty):
     assert faulty.counts.retries >= 4
 
 
-@pytest.mark.parametrize("method", ["rank", "numbered", "moments", "best"])
+def test_enough_facts_qualify_over_all_shards(world):
+    store, items, query = world
+    with ShardedStore.split(store, shards=3) as sharded:
+        elsewhere, here = ShardedRetriever(sharded), Retriever(store)
+        for least in (0, 50, 70, 1000):
+            session = Session(items, embedding_model=MODEL, mode="calibrated", gate=1.5, min_qualified=least)
+            for window in range(3):
+                ranking = cdr_rank(query, elsewhere, session, k=30)
+                same(ranking, cdr_rank(query, here, session, k=30))
+                if not window:
+                    assert ranking.qualified >= min(least, len(store))  # and what ties
+                written(session, ranking)
+
+
+@pytest.mark.parametrize("method", ["rank", "numbered", "moments", "best", "best_z"])
 def test_a_shard_that_stays_away_is_named(world, faulty, method):
     store, items, query = world
     faulty.limits.timeout = 4.0  # the lost shard takes three quarters of it
@@ -394,7 +409,7 @@ def test_a_shard_that_stays_away_is_named(world, faulty, method):
 
     for replica in replicas(faulty):
         replica.before = before
-    session = calibrated(items)
+    session = calibrated(items, min_qualified=1000 if method == "best_z" else 0)
     ranking = cdr_rank(query, ShardedRetriever(faulty), session, k=300)
     assert not ranking.complete
     assert ranking.missing_shards == ("shard-1",)

@@ -160,6 +160,7 @@ class SessionSettings(Question, kw_only=True):
     exhaustion: Literal["score", "novelty"] | None = None
     exclude_packed: bool | None = None
     gate: float | None = None
+    min_qualified: Annotated[int, Meta(ge=0)] | None = None
     gate_on: Literal["best", "query"] | None = None
     lexical_weight: Factor | None = None
     feedback_weight: Factor | None = None
