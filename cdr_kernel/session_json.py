@@ -258,8 +258,8 @@ def _from_settings(
     own = "min_relevance first_window_pull clamp_novelty exhaustion exclude_packed"
     if _extra_fields(data):
         own = " ".join(item.name for item in fields(Calibrated))
-        if isinstance(settings, dict):  # written before there was feedback in words: none
-            settings = {"lexical_feedback_weight": 0.0, **settings}
+        if isinstance(settings, dict):  # written before there was one of these: without it
+            settings = {"lexical_feedback_weight": 0.0, "min_qualified": 0, **settings}
         if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
             settings = {**settings, "feedback_weight": None, "lexical_feedback_weight": None}
     _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
