@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cdr_kernel.calls import Limits, Replica
@@ -33,10 +34,9 @@ _UNLIMITED = -1
 def ray_module() -> ModuleType:
     """Ray, or an ImportError that says how to get it."""
     try:
-        import ray
+        return import_module("ray")
     except ImportError as error:
         raise ImportError('shards on Ray need the extra: pip install "cdr-kernel[ray]"') from error
-    return ray
 
 
 class ShardActor:
