@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.arrays import Int64
-from cdr_kernel.folder import Kind
+from cdr_kernel.folder import LOCK, Kind
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.store import FactStore, StoreView
@@ -184,6 +184,10 @@ def save_partition(
     folder = Path(home)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder}: expected a folder, found a file")
+    if folder.exists() and not (folder / KIND.file).exists():
+        ours = (LOCK, KIND.data, KIND.file)  # what a save that was killed may have left
+        if any(not path.name.startswith(ours) for path in folder.iterdir()):
+            raise FileExistsError(f"{folder}: expected a partition or an empty folder, found other files")
 
     def fields(data: Path) -> dict[str, Any]:
         write(data)

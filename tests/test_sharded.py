@@ -680,6 +680,18 @@ def test_what_does_not_fit_is_refused_as_by_one_store(world):
         ShardedStore.split(store, shards=2, max_in_flight=1.5)
 
 
+def test_a_partition_goes_into_no_folder_of_others(world, tmp_path):
+    store, _, _ = world
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="expected a partition or an empty folder, found other files"):
+        partition(store, mine, shards=2)
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+    for _ in range(2):  # a partition is replaced
+        partition(store, tmp_path / "new", shards=2)
+
+
 def test_a_damaged_partition_is_refused(world, tmp_path):
     store, _, _ = world
     with pytest.raises(FileNotFoundError, match="partition"):
