@@ -578,7 +578,7 @@ def rank(
     show(table)
     some = f", {len(view)} of them asked" if where else ""
     gate_said = f"at or above the gate of {min_relevance:.12g}"
-    show(f"{len(found)} of {len(rows)} facts {gate_said} ({len(opened)} in the store{some})")
+    show(f"{len(rows)} facts {gate_said}, the best {len(found)} shown ({len(opened)} in the store{some})")
 
 
 @_command
