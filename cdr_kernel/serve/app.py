@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import cdr_kernel
 from cdr_kernel.serve import schema
@@ -157,6 +158,8 @@ async def _body(request: Request, most: int, deadline: float) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise Refusal(408, "timeout", "the body did not come before the deadline") from None
+    except ClientDisconnect:  # nobody is there to read this
+        raise Refusal(400, "disconnected", "the client went away before its body was whole") from None
     return b"".join(parts)
 
 

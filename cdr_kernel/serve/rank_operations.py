@@ -52,7 +52,7 @@ async def rank_facts(call: Call) -> Answer:
         with contextlib.nullcontext() if service.tracing is None else service.tracing.part("rank"):
             ranking = await service.batcher.rank(tenant.lane, ask)
     except KeyError as error:
-        raise Refusal(422, "invalid", f"where: {error.args[0]}", field="where") from None
+        raise Refusal(422, "invalid", str(error.args[0]), field="where") from None
     except Exception as error:  # `refuse` raises it again where it is not the request's fault
         refuse(error)
     considered = len(tenant.facts.facts)
