@@ -179,10 +179,10 @@ def checked_attributes(given: Mapping[str, Sequence[Value | None]] | None, m: in
     for name, values in given.items():
         if not isinstance(name, str):
             raise TypeError(f"attributes: expected names that are str, got {type(name).__name__}")
-        if not name or name in RESERVED or name.startswith("_") or "." in name or not name.isprintable():
+        if not name or name in RESERVED or name.startswith("_") or set(name) & set(".`") or not name.isprintable():
             raise ValueError(
                 f"attributes: expected a name that is no column of every fact ({', '.join(sorted(RESERVED))}), does "
-                f"not begin with _ and has no dot, got {name!r}"
+                f"not begin with _ and has no dot or backtick, got {name!r}"
             )
         where = f"attributes[{name!r}]"
         if isinstance(values, str | bytes):

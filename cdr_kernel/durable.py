@@ -164,6 +164,7 @@ class DurableStore:
         strings with lone surrogates.
         """
         view = facts.view()
+        _check_names(view.attribute_names)
         hasher: dict[str, Any] = {"tokenizer": facts.tokenizer, "hash_key": facts.hash_key}
         about: dict[str, Any] = {"embedding_model": facts.embedding_model, "dtype": facts.dtype.name, **hasher}
         with _building(path) as draft, cls.create(draft, facts.dim, **about) as store:
@@ -393,9 +394,7 @@ class DurableStore:
         *,
         replace: bool,
     ) -> Added:
-        for name in attributes or ():
-            if name in COLUMNS:
-                raise ValueError(f"attributes: expected a name that is none of {', '.join(COLUMNS)}, got {name!r}")
+        _check_names(attributes or ())
         ids = ids if isinstance(ids, str | bytes) else list(ids)
         found = self._facts.check(ids, texts, embeddings, importance, source, position, attributes, None, on_invalid)
         expiries = _microseconds(expires_at, len(ids))
@@ -789,15 +788,18 @@ class _Closed(Exception):
 
 
 def _opened(folder: Path) -> Record:
-    """The newest version of the record, past those that a power cut has torn before they were acknowledged."""
+    """The newest version of the record, past one that a power cut has torn before it was acknowledged."""
     try:
         return Record.open(folder / RECORD)
     except (ValueError, OSError):
         with turn(folder):
             aside = lance_record.set_torn_aside(folder / RECORD)
-        if not aside:
+        if aside is None:
             raise
-        say(f"warning: {folder / RECORD}: set aside {', '.join(aside)}: torn before anybody was told of the commit")
+        say(
+            f"warning: {folder / RECORD}: set aside {aside}, whose end is missing, for the version before it: torn "
+            "before anybody was told of the commit, unless it was damaged since"
+        )
         return Record.open(folder / RECORD)
 
 
@@ -808,6 +810,8 @@ def check_new_folder(folder: Path) -> None:
     """
     if folder.is_dir() and is_durable(folder):
         found = "a durable store"
+    elif any((folder / RECORD / "_versions").glob("*.torn")):
+        found = "a durable store that is damaged"
     elif folder.is_dir() and {entry.name for entry in folder.iterdir()} - {LOCK, RECORD}:
         found = "other files"
     elif folder.exists() and not folder.is_dir():
@@ -815,6 +819,14 @@ def check_new_folder(folder: Path) -> None:
     else:
         return
     raise FileExistsError(f"{folder}: expected a new or empty folder, found {found}")
+
+
+def _check_names(attributes: Iterable[str]) -> None:
+    for name in attributes:
+        if name in COLUMNS or "`" in str(name):
+            raise ValueError(
+                f"attributes: expected a name that is none of {', '.join(COLUMNS)} and has no backtick, got {name!r}"
+            )
 
 
 def is_durable(path: str | os.PathLike[str]) -> bool:

@@ -132,6 +132,9 @@ class Record:
             raise ValueError(_plain(str(error))) from None
         except OSError as error:
             raise _plain_error(error, path) from None
+        except BaseException as error:
+            _raise_panic(error, path)
+            raise
 
     def newest(self) -> Record:
         """The newest version: this one, or what others have committed."""
@@ -334,21 +337,21 @@ class Record:
                 sync_folder(self.path / folder)
 
 
-def set_torn_aside(path: Path) -> list[str]:
-    """Rename the newest versions whose manifest does not end as manifests do; returns their names.
+def set_torn_aside(path: Path) -> str | None:
+    """Rename the newest version if its manifest does not end as manifests do; returns its name.
 
-    What was acknowledged was synced before, so this is a commit that a power cut has torn and nobody was told of.
-    Nobody else may write meanwhile.
+    What was acknowledged was synced before, so this may be a commit that a power cut has torn and nobody was told of;
+    there is one at most, and never the only version. Nobody else may write meanwhile.
     """
-    aside = []
-    for manifest in sorted((path / "_versions").glob("*.manifest")):  # the newest first, as their names count down
-        with open(manifest, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - len(_MANIFEST_END)))
-            if file.read() == _MANIFEST_END:
-                break
-        manifest.rename(manifest.with_suffix(".torn"))
-        aside.append(manifest.name)
-    return aside
+    manifests = sorted((path / "_versions").glob("*.manifest"))  # the newest first, as their names count down
+    if len(manifests) < 2:
+        return None
+    with open(manifests[0], "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_MANIFEST_END)))
+        if file.read() == _MANIFEST_END:
+            return None
+    manifests[0].rename(manifests[0].with_suffix(".torn"))
+    return manifests[0].name
 
 
 def bytes_in(folder: Path) -> int:
@@ -380,6 +383,17 @@ def said_plainly(path: Path) -> Iterator[None]:
         if "commit conflict" in str(error).lower():
             raise _conflict(_plain(str(error))) from error
         raise _plain_error(error, path) from error
+    except ValueError as error:  # Arrow's: of damaged files
+        raise ValueError(f"{path}: {_plain(str(error))}") from error
+    except BaseException as error:
+        _raise_panic(error, path)
+        raise
+
+
+def _raise_panic(error: BaseException, path: Path) -> None:
+    """A ValueError in place of a panic of Lance, which is no Exception and would go past every handler."""
+    if type(error).__name__ == "PanicException":
+        raise ValueError(f"{path}: damaged ({_plain(str(error))})") from error
 
 
 def _plain_error(error: Exception, path: Path) -> OSError:

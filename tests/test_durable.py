@@ -792,3 +792,38 @@ def test_the_page_runs(tmp_path, monkeypatch):
     exec(re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1], scope)
     assert len(scope["ranking"]) == 19
     assert len(scope["store"]) == 39
+
+
+@pytest.mark.parametrize("name", ["`", "q`", "status"])
+def test_a_column_that_the_record_cannot_have_is_refused_before_anything_changes(store, tmp_path, name):
+    add(store, ["a"])
+    before, version = contents(store.facts), store.version
+    with pytest.raises(ValueError, match="attributes: expected a name that"):
+        store.add(["b"], ["b"], np.ones((1, DIM)), attributes={name: ["x"]})
+    assert (contents(store.facts), store.version) == (before, version)
+    add(store, ["c"])
+    with DurableStore.open(store.path) as again:
+        assert again.facts.ids == ["a", "c"]
+    if name == "status":  # which a store in memory may have
+        facts = FactStore(DIM, embedding_model=MODEL)
+        facts.add(["b"], ["b"], np.ones((1, DIM)), attributes={name: ["x"]})
+        with pytest.raises(ValueError, match="attributes: expected a name that"):
+            DurableStore.from_facts(facts, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+def test_only_the_newest_version_may_be_torn_and_a_damaged_store_is_not_made_anew(store):
+    add(store, ["a"])
+    manifests = list((store.path / "facts.lance" / "_versions").glob("*.manifest"))
+    for manifest in manifests:
+        manifest.write_bytes(manifest.read_bytes() + b"\n")  # Lance panics at these
+    for _ in range(2):
+        with pytest.raises((ValueError, OSError)):
+            DurableStore.open(store.path)
+    assert len(list((store.path / "facts.lance" / "_versions").glob("*.torn"))) == 1
+    with pytest.raises(FileExistsError, match="a durable store"):
+        DurableStore.create(store.path, DIM, embedding_model=MODEL)
+    for manifest in (store.path / "facts.lance" / "_versions").glob("*.manifest"):
+        manifest.unlink()
+    with pytest.raises(FileExistsError, match="a durable store that is damaged"):
+        DurableStore.create(store.path, DIM, embedding_model=MODEL)
