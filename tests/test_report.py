@@ -242,6 +242,17 @@ def test_what_a_run_has_beyond_the_usual_is_shown():
         (lambda run: run["windows"][0].update(report={}), "report.completeness_score: expected a number"),
         (lambda run: run["task"]["sub_queries"].append(3), r"sub_queries\[8\]: expected an object"),
         (lambda run: run["windows"][0].update(fresh=True), "fresh: expected an integer"),
+        (lambda run: run["windows"][1].update(words="x"), r"windows\[1\].words: expected an integer"),
+        (lambda run: run["windows"][1].update(number=10**400), r"windows\[1\].number: expected a number up to 2\^53"),
+        (lambda run: run["windows"][1].update(number=-5), r"windows\[1\].number: expected 2, got -5"),
+        (lambda run: run["windows"][0]["envelope"]["texts"].__setitem__(3, 5), r"texts\[3\]: expected a string, got 5"),
+        (
+            lambda run: run["windows"][0]["facts"][2].update(importance=None),
+            r"facts\[2\].importance: expected a number",
+        ),
+        (lambda run: run["windows"][0]["facts"][2].update(place=[1.0]), r"facts\[2\].place: expected \[x, y\]"),
+        (lambda run: run["map"].update(query=5), "map.query: expected a list, got 5"),
+        (lambda run: run["map"]["points"].append([0.0, "x"]), r"map.points\[\d+\].y: expected a number"),
     ],
 )
 def test_what_is_no_run_is_refused_by_name(change, message):

@@ -154,6 +154,23 @@ _WINDOW = {
     "exit": dict,
 }
 _FACT = {"id": str, "score": float, "relevance": float, "residual_pull": float, "novelty": float}
+# What may be missing, as in runs of earlier versions; of windows and envelopes also null.
+_WINDOW_OPTIONAL = {"words": int, "novelty_mean": float, "novelty_min": float}
+_ENVELOPE_OPTIONAL = {
+    "qualified": int,
+    "guard_activations": int,
+    "new_share": float,
+    "tokens": int,
+    "token_budget": int,
+}
+_FACT_OPTIONAL = {
+    "score_without_guard": float,
+    "coverage": float,
+    "importance": float,
+    "multiplier": float,
+    "ngram_overlap": int,
+}
+_LARGEST = 2**53
 
 
 def check_run(document: object, where: str = "") -> None:
@@ -167,11 +184,19 @@ def check_run(document: object, where: str = "") -> None:
         if sub.get("expected_words") is not None:
             _fields(sub, {"expected_words": int}, f"{where}task.sub_queries[{i}].")
         sub.setdefault("expected_words", None)
+    if top.get("map") is not None:
+        _check_map(top["map"], f"{where}map.")
     for i, window in enumerate(top["windows"]):
         here = f"{where}windows[{i}]."
         _fields(window, _WINDOW, here)
+        _optional(window, _WINDOW_OPTIONAL, here)
+        window.setdefault("novelty_mean", None)
+        if window["number"] != i + 1:
+            raise FileError(f"{here}number: expected {i + 1}, got {shown(window['number'])}")
         envelope = _fields(window["envelope"], {"texts": list, "ids": list}, f"{here}envelope.")
+        _optional(envelope, _ENVELOPE_OPTIONAL, f"{here}envelope.")
         _fields(window["exit"], {"also": list, "detail": str}, f"{here}exit.")
+        _optional(window["exit"], {"novelty_ratio": float}, f"{here}exit.")
         if window.get("report") is not None:
             _fields(
                 window["report"],
@@ -183,14 +208,49 @@ def check_run(document: object, where: str = "") -> None:
                 },
                 f"{here}report.",
             )
+            report = window["report"]
+            _all(report["addressed"], str, f"{here}report.addressed")
+            for name, kind in (("words_by_sub_query", int), ("depth_by_sub_query", float)):
+                _fields(report[name], dict.fromkeys(report[name], kind), f"{here}report.{name}.")
         window.setdefault("report", None)
         for name in ("texts", "ids"):
             if len(envelope[name]) != len(window["facts"]):
                 raise FileError(
                     f"{here}envelope.{name}: expected {len(window['facts'])} (one per fact), got {len(envelope[name])}"
                 )
+            _all(envelope[name], str, f"{here}envelope.{name}")
         for j, fact in enumerate(window["facts"]):
             _fields(fact, _FACT, f"{here}facts[{j}].")
+            _fields(fact, {name: kind for name, kind in _FACT_OPTIONAL.items() if name in fact}, f"{here}facts[{j}].")
+            if fact.get("place") is not None:
+                _point(fact["place"], f"{here}facts[{j}].place")
+
+
+def _check_map(value: object, where: str) -> None:
+    found = _fields(value, {"points": list, "sub_queries": list, "query": list}, where)
+    for name in ("points", "sub_queries"):
+        for i, point in enumerate(found[name]):
+            _point(point, f"{where}{name}[{i}]")
+    _point(found["query"], f"{where}query")
+    if found.get("share") is not None:
+        _point(found["share"], f"{where}share")
+
+
+def _point(value: object, where: str) -> None:
+    if not isinstance(value, list) or len(value) != 2:
+        raise FileError(f"{where}: expected [x, y], got {shown(value)}")
+    _fields(dict(zip("xy", value, strict=True)), {"x": float, "y": float}, f"{where}.")
+
+
+def _all(values: list[Any], kind: type, where: str) -> None:
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise FileError(f"{where}[{i}]: expected {_KINDS[kind]}, got {shown(value)}")
+
+
+def _optional(value: Mapping[str, Any], kinds: Mapping[str, type], where: str) -> None:
+    given = {name: kind for name, kind in kinds.items() if value.get(name) is not None}
+    _fields(dict(value), given, where)
 
 
 def _fields(value: object, kinds: Mapping[str, type], where: str) -> dict[str, Any]:
@@ -203,6 +263,8 @@ def _fields(value: object, kinds: Mapping[str, type], where: str) -> dict[str, A
             raise FileError(f"{where}{name}: expected {_KINDS[kind]}, got {shown(found)}")
         if isinstance(found, float) and not math.isfinite(found):
             raise FileError(f"{where}{name}: expected a finite number, got {found}")
+        if isinstance(found, int) and abs(found) > _LARGEST:
+            raise FileError(f"{where}{name}: expected a number up to 2^53, got {shown(found)}")
     return value
 
 
