@@ -282,9 +282,6 @@ def test_many_threads_score_at_once(impl):
         assert set(pool.map(score, range(40))) == {expected}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:lance is not fork-safe"
-)  # other tests may have loaded it; this one has no use of it
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_ranks_with_threads_of_its_own():
     rows, columns = many_rows()
