@@ -120,7 +120,9 @@ def test_the_document_describes_every_route(client, api):
 
 def test_answers_that_succeed_are_as_described(client, api, session):
     """Made-up requests seldom succeed: these do, and their answers have the schema too."""
+    own = {"id": "described", "text": "red", "embedding": b64(query())}  # made-up requests may have removed the others
     calls = [
+        ("PUT", "/v1/facts", {"embedding_model": MODEL, "facts": [own]}, None),
         ("POST", "/v1/sessions", new_session(), None),
         ("GET", "/v1/sessions/{session_id}", None, session),
         ("POST", "/v1/sessions/{session_id}/rank", rank(), session),
@@ -136,7 +138,7 @@ def test_answers_that_succeed_are_as_described(client, api, session):
             {
                 "model": MODEL,
                 "query_embedding": b64(query()),
-                "documents": [{"id": "f2"}],
+                "documents": [{"id": "described"}],
                 "return_documents": True,
             },
             None,
