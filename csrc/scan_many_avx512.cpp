@@ -4,12 +4,6 @@
 #include <algorithm>
 
 #if CDR_X86
-#if defined(__GNUC__) && !defined(__clang__)
-// Inside GCC 12's own avx512fintrin.h.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#define CDR_AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
 
 namespace cdr {
 namespace scan {

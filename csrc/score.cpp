@@ -10,20 +10,14 @@
 
 #include "exact.h"
 #include "pool.h"
-
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define CDR_X86 1
-#include <immintrin.h>
-#else
-#define CDR_X86 0
-#endif
+#include "simd.h"
 
 namespace cdr {
 namespace {
 
 constexpr double kUlp = 2.220446049250313e-16;  // 2^-52
 constexpr int kLanes = 8;
-constexpr int kTile = 4;  // columns that share one pass over a row
+constexpr int kTile = 8;  // columns that share one pass over a row
 
 float half_to_float(std::uint16_t h) {
   const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16;
@@ -76,8 +70,6 @@ void dots_generic(const unsigned char* row, std::int64_t dim, const double* cons
 }
 
 #if CDR_X86
-#define CDR_AVX2 __attribute__((target("avx2,f16c")))
-
 CDR_AVX2 inline void load8(const double* x, __m256d& a, __m256d& b) {
   a = _mm256_loadu_pd(x);
   b = _mm256_loadu_pd(x + 4);
@@ -137,11 +129,57 @@ CDR_AVX2 void dots_avx2_n(const T* x, std::int64_t dim, const double* const* vec
 template <class T>
 CDR_AVX2 void dots_avx2(const unsigned char* row, std::int64_t dim, const double* const* vectors, int n, double* out) {
   const T* x = reinterpret_cast<const T*>(row);
+  for (; n > 4; n -= 4, vectors += 4, out += 4) dots_avx2_n<T, 4>(x, dim, vectors, out);
   switch (n) {
     case 1: return dots_avx2_n<T, 1>(x, dim, vectors, out);
     case 2: return dots_avx2_n<T, 2>(x, dim, vectors, out);
     case 3: return dots_avx2_n<T, 3>(x, dim, vectors, out);
     default: return dots_avx2_n<T, 4>(x, dim, vectors, out);
+  }
+}
+
+CDR_AVX512 inline __m512d load8_avx512(const double* x) { return _mm512_loadu_pd(x); }
+CDR_AVX512 inline __m512d load8_avx512(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
+CDR_AVX512 inline __m512d load8_avx512(const std::uint16_t* x) {
+  return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+}
+
+// The eight lanes of a column in one register.
+template <class T, int N>
+CDR_AVX512 void dots_avx512_n(const T* x, std::int64_t dim, const double* const* vectors, double* out) {
+  __m512d sums[N];
+  for (int j = 0; j < N; ++j) sums[j] = _mm512_setzero_pd();
+  const auto add = [&](const T* e, std::int64_t i) CDR_AVX512 {
+    const __m512d a = load8_avx512(e);
+    for (int j = 0; j < N; ++j) sums[j] = _mm512_add_pd(sums[j], _mm512_mul_pd(a, _mm512_loadu_pd(vectors[j] + i)));
+  };
+  std::int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) add(x + i, i);
+  if (i < dim) {  // as above
+    T tail[kLanes] = {};
+    std::memcpy(tail, x + i, static_cast<std::size_t>(dim - i) * sizeof(T));
+    add(tail, i);
+  }
+  for (int j = 0; j < N; ++j) {
+    double lanes[kLanes];
+    _mm512_storeu_pd(lanes, sums[j]);
+    out[j] = reduce(lanes);
+  }
+}
+
+template <class T>
+CDR_AVX512 void dots_avx512(const unsigned char* row, std::int64_t dim, const double* const* vectors, int n,
+                            double* out) {
+  const T* x = reinterpret_cast<const T*>(row);
+  switch (n) {
+    case 1: return dots_avx512_n<T, 1>(x, dim, vectors, out);
+    case 2: return dots_avx512_n<T, 2>(x, dim, vectors, out);
+    case 3: return dots_avx512_n<T, 3>(x, dim, vectors, out);
+    case 4: return dots_avx512_n<T, 4>(x, dim, vectors, out);
+    case 5: return dots_avx512_n<T, 5>(x, dim, vectors, out);
+    case 6: return dots_avx512_n<T, 6>(x, dim, vectors, out);
+    case 7: return dots_avx512_n<T, 7>(x, dim, vectors, out);
+    default: return dots_avx512_n<T, 8>(x, dim, vectors, out);
   }
 }
 #endif
@@ -163,6 +201,13 @@ Simd detect() {
 
 Dots dots_for(DType dtype) {
 #if CDR_X86
+  if (simd() >= Simd::avx512) {
+    switch (dtype) {
+      case DType::f16: return dots_avx512<std::uint16_t>;
+      case DType::f32: return dots_avx512<float>;
+      default: return dots_avx512<double>;
+    }
+  }
   if (simd() >= Simd::avx2) {
     switch (dtype) {
       case DType::f16: return dots_avx2<std::uint16_t>;

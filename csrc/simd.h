@@ -7,8 +7,14 @@
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define CDR_X86 1
+#if defined(__GNUC__) && !defined(__clang__)
+// Inside GCC 12's own avx512fintrin.h.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #define CDR_AVX2 __attribute__((target("avx2,f16c")))
+#define CDR_AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
 #else
 #define CDR_X86 0
 #endif
