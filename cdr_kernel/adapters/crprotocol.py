@@ -465,7 +465,7 @@ def _rank(
     """``cdr_rank`` with the classes of its results."""
     rank_result, scored_fact = results
     held = FactArray.of(facts)
-    importance = [1.0] * len(held) if importance_fn is None else [importance_fn(fact) for fact in held]
+    importance = None if importance_fn is None else [importance_fn(fact) for fact in held]
     parts = _parts(coverage_set)
     if _semantics(coverage_set, semantics) == SPEC:
         ranked = crprotocol_spec.rank(held, query, coverage_set, parts, importance, min_relevance)
@@ -474,11 +474,10 @@ def _rank(
         ratios = [score / relevance for score, relevance in best if relevance > 0.0]  # reading R27
         exhausted = (sum(ratios) / len(ratios) if ratios else 0.0) < threshold
     elif parts is None:
+        weights = crprotocol_6.weights_at(importance, range(len(held)))
+        methods = coverage_set.novelty, coverage_set.residual_pull
         ranked = crprotocol_6.rank_plain(
-            len(held),
-            lambda i: crprotocol_6.score(
-                held.vector(i), query, coverage_set.novelty, coverage_set.residual_pull, importance[i], min_relevance
-            ),
+            len(held), lambda i: crprotocol_6.score(held.vector(i), query, *methods, weights[i], min_relevance)
         )
         mean = crprotocol_6.mean_novelty(ranked.novelty)
         exhausted = mean < threshold

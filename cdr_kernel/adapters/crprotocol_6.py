@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.adapters.facts import SOUND, FactArray, as_floats, pack_rows
-from cdr_kernel.arrays import Float64, check_rows
+from cdr_kernel.arrays import Float64, Int64, check_rows
 from cdr_kernel.columns import QUERY, RESIDUAL, Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
 from cdr_kernel.score import cdr_score
@@ -105,6 +105,11 @@ class Ranked(NamedTuple):
         return Ranked(*([values[i] for i in order] for values in self))
 
 
+def weights_at(importance: Sequence[Any] | None, positions: Sequence[int]) -> list[Any]:
+    """The weights of the facts at these positions, of one per fact; 1 each for None."""
+    return [1.0] * len(positions) if importance is None else [importance[i] for i in positions]
+
+
 def mean_novelty(novelties: Sequence[Any]) -> Any:
     """Over the ten best; 1 for none."""
     best = novelties[:BEST]
@@ -120,7 +125,7 @@ def rank_plain(count: int, score_of: Callable[[int], Numbers]) -> Ranked:
 class Task:
     """One question of many facts: the query, what is covered and what remains, the weights and the gate.
 
-    entries have depth_weight and embedding, residual items an embedding. importance: one number per fact.
+    entries have depth_weight and embedding, residual items an embedding. importance: see ``weights_at``.
     """
 
     def __init__(
@@ -129,7 +134,7 @@ class Task:
         query: Any,
         entries: Sequence[Any],
         residual: Sequence[Any],
-        importance: Sequence[Any],
+        importance: Sequence[Any] | None,
         min_relevance: Any,
     ) -> None:
         self.facts = facts
@@ -142,7 +147,7 @@ class Task:
 
     def plain(self, position: int) -> Numbers:
         """One fact's numbers by ``score``; equal vectors with equal weights are computed once."""
-        vector, weight = self.facts.vector(position), self.importance[position]
+        vector, (weight,) = self.facts.vector(position), weights_at(self.importance, [position])
         try:
             key = (weight, tuple(vector))
             hash(key)
@@ -180,20 +185,23 @@ class Task:
             squared_norms=facts.squared_norms,
             impl="cpp",
         )
-        positions: list[int] = facts.rows[found.rows].tolist()
-        weights = [self.importance[i] for i in positions]
-        usual = [isinstance(weight, float | int) for weight in weights]
-        factor = np.array([float(w) if ok else np.nan for w, ok in zip(weights, usual, strict=True)])
+        at = facts.rows[found.rows]
+        weights, factor = self._weights(at)
         pull = self._pull(found.residual_pull, len(columns.residual))
         fresh = np.minimum(1.0, found.novelty + PULL_SHARE * pull)
         with np.errstate(all="ignore"):  # infinite and NaN weights go through, as they do there
             scores = factor * np.maximum(found.relevance, pull) * fresh
-        unsure = self._unsure(found.relevance, factor, scores, slack)
-        ranked = Ranked(positions, found.relevance.tolist(), fresh.tolist(), pull.tolist(), weights, scores.tolist())
+        order = np.argsort(-scores, kind="stable")  # equal scores stay in order
+        unsure = self._unsure(found.relevance, factor, scores, order, slack)
         again = facts.rows[facts.flags != SOUND].tolist() + list(facts.odd)
         if unsure.any() or again:
-            ranked = self._with_plain(ranked, unsure, again)
-        return ranked.best_first()
+            lists = at.tolist(), found.relevance.tolist(), fresh.tolist(), pull.tolist(), weights, scores.tolist()
+            return self._with_plain(Ranked(*lists), unsure, again).best_first()
+        if self.importance is not None:
+            weights = [weights[i] for i in order.tolist()]
+        relevance, fresh, pull = found.relevance[order], fresh[order], pull[order]
+        lists = at[order].tolist(), relevance.tolist(), fresh.tolist(), pull.tolist(), weights, scores[order].tolist()
+        return Ranked(*lists)
 
     def mean_novelty(self, ranked: Ranked, threshold: Any) -> Any:
         """``mean_novelty`` of ranked; plain where rounding could put it on the other side of threshold."""
@@ -245,12 +253,21 @@ class Task:
             return np.zeros(len(largest))
         return largest if counted == len(self.residual) else np.maximum(largest, 0.0)
 
-    def _unsure(self, relevance: Float64, factor: Float64, scores: Float64, slack: float) -> npt.NDArray[np.bool_]:
-        """Which facts are to be computed plainly: near the gate, near another score, not finite."""
+    def _weights(self, positions: Int64) -> tuple[list[Any], Float64]:
+        """The facts' weights as they came, and as float64: NaN where one is out of the ordinary."""
+        weights = weights_at(self.importance, positions.tolist())
+        if self.importance is None:
+            return weights, np.ones(len(weights))
+        return weights, np.array([float(w) if isinstance(w, float | int) else np.nan for w in weights])
+
+    def _unsure(
+        self, relevance: Float64, factor: Float64, scores: Float64, order: Int64, slack: float
+    ) -> npt.NDArray[np.bool_]:
+        """Which facts are to be computed plainly: near the gate, near another score, not finite. order: by score,
+        descending."""
         finite = np.isfinite(scores)
         unsure: npt.NDArray[np.bool_] = ~finite | (np.abs(relevance - self.min_relevance) <= slack)
-        order = np.argsort(scores)
-        close = np.diff(scores[order]) <= 2.0 * slack * max(1.0, float(np.abs(factor[finite]).max(initial=0.0)))
+        close = -np.diff(scores[order]) <= 2.0 * slack * max(1.0, float(np.abs(factor[finite]).max(initial=0.0)))
         near = np.zeros(len(scores), np.bool_)
         near[order[1:]] = close
         near[order[:-1]] |= close

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.adapters.crprotocol_6 import Ranked
+from cdr_kernel.adapters.crprotocol_6 import Ranked, weights_at
 from cdr_kernel.adapters.facts import FactArray, pack_rows
 from cdr_kernel.arrays import Blocks, Float64, as_vector, factor, safe_blocks
 from cdr_kernel.columns import Columns
@@ -28,10 +28,13 @@ def rank(
     query: Any,
     coverage_set: Any,
     parts: tuple[list[Any], list[Any]] | None,
-    importance: list[Any],
+    importance: list[Any] | None,
     min_relevance: Any,
 ) -> Ranked:
-    """The facts by CRP-SPEC-024. parts None: novelty and residual pull are what coverage_set's methods say."""
+    """The facts by CRP-SPEC-024.
+
+    importance: see ``weights_at``. parts None: novelty and residual pull are what coverage_set's methods say.
+    """
     vector = as_vector(query, None, "query_embedding")
     columns = columns_of(vector, *(parts or ([], [])), min_relevance)
     weights = factor(importance, len(held), "importance")
@@ -48,7 +51,7 @@ def rank(
     if parts is not None:
         found = found.take(best_first(found.score, found.rows))
     positions = held.rows[found.rows].tolist()
-    relevance, given = found.relevance.tolist(), [importance[i] for i in positions]
+    relevance, given = found.relevance.tolist(), weights_at(importance, positions)
     if parts is not None:
         return Ranked(
             positions, relevance, found.novelty.tolist(), found.residual_pull.tolist(), given, found.score.tolist()
