@@ -23,6 +23,7 @@ from cdr_kernel.arrays import Float64, Int64, as_vector
 from cdr_kernel.calibrate import Calibration
 from cdr_kernel.columns import RESIDUAL, Addend, Columns, coverage_centroid
 from cdr_kernel.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
+from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.lexical import SparseSums, WordCounts, above_mean, words
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.scan import ScanIndex
@@ -522,7 +523,7 @@ def best_rows(evidence: Evidence, retriever: Retriever, view: StoreView) -> list
 
 
 def _best_by_codes(
-    evidence: Evidence, words: list[Sparse | None], codes: ScanIndex, view: StoreView
+    evidence: Evidence, words: list[Sparse | None], codes: ScanIndex | DeviceIndex, view: StoreView
 ) -> list[tuple[Float64, Int64]]:
     """The same from the codes of a scan: only rows that may be among the 5 best are computed.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,18 @@ from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
+from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first, check_k
 from cdr_kernel.store import FactStore, StoreView
 
-KINDS = ("scan", "flat", "hnsw", "ivf")
-EXACT_KINDS = ("scan", "flat")
+if TYPE_CHECKING:
+    from cdr_kernel.device import DeviceRows
+
+KINDS = ("scan", "device", "flat", "hnsw", "ivf")
+EXACT_KINDS = ("scan", "device", "flat")
 
 _CHUNK = 65536
 WORTH_CODES = 16384
@@ -64,6 +68,11 @@ class Retriever:
         "scan"  int8 codes with a proven bound, the exact routine for what they leave open (the default): exact. Codes
                 are made in the background once a store has 16,384 rows, or at once by ``prepare``; rows without codes
                 are decided one by one;
+        "device"
+                the rows on a GPU, one fused pass with a proven bound for all sessions of a call, the exact routine for
+                what it leaves open: exact. ``device_rows`` says which device and dtype, how much memory, and holds the
+                rows; default: a `DeviceRows` on CUDA where there is one, else on the CPU (to try it: a scan is quicker
+                there);
         "flat"  FAISS inner product over unit rows, a range search with a margin, then the exact routine: exact;
         "hnsw"  FAISS HNSW (M 16, efConstruction 200, efSearch 100), the search widened until it leaves the gate:
                 approximate: facts may be missing (many, where many rows are alike), none is wrong;
@@ -78,7 +87,13 @@ class Retriever:
     """
 
     def __init__(
-        self, store: FactStore, kind: str = "scan", *, nprobe: int = 32, cache_bytes: int = CACHE_BYTES
+        self,
+        store: FactStore,
+        kind: str = "scan",
+        *,
+        nprobe: int = 32,
+        cache_bytes: int = CACHE_BYTES,
+        device_rows: DeviceRows | None = None,
     ) -> None:
         if not isinstance(store, FactStore):
             raise TypeError(f"store: expected a FactStore, got {type(store).__name__}")
@@ -86,6 +101,8 @@ class Retriever:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
         if isinstance(nprobe, bool) or not isinstance(nprobe, int | np.integer) or nprobe < 1:
             raise ValueError(f"nprobe: expected an integer of at least 1, got {nprobe!r}")
+        if device_rows is not None and kind != "device":
+            raise ValueError(f'device_rows belongs to kind "device", the kind is {kind!r}')
         self.store = store
         self.kind = kind
         self.nprobe = int(nprobe)
@@ -94,6 +111,7 @@ class Retriever:
         self._evidence = TaskCache(cache_bytes)
         self._cache = RowCache(cache_bytes)
         self._lock = threading.Lock()
+        self._device = _device_index(device_rows) if kind == "device" else None
         self._codes: ScanIndex | None = None
         self._look = True
         self._coding: threading.Thread | None = None
@@ -153,7 +171,7 @@ class Retriever:
         asked = [columns[i] for i in missing]
         codes = self.codes(view) if bounds and missing else None
         found: list[tuple[Any, ...]]
-        if codes is not None:
+        if isinstance(codes, ScanIndex):
             found = [*codes.bounded_each(asked, view)]
         else:
             found = [(rows,) for rows in self.candidates_each(asked, view)] if missing else []
@@ -172,18 +190,24 @@ class Retriever:
         return self._evidence
 
     def prepare(self, advance: Callable[[int], object] | None = None) -> None:
-        """Make the scan's codes for all rows there are now; returns when they are made. Other kinds: nothing.
+        """Make the scan's codes for all rows there are now, or copy the rows to the device; returns when that is done.
+        FAISS kinds: nothing.
 
         advance: called with the number of rows coded since the last call.
         """
+        if self._device is not None:
+            self._device.rows.at(self.store.view())
         if self.kind == "scan":
             self._make_codes(self.store.view(), advance)
 
     def save(self) -> None:
         """Write the codes into the folder that the store was loaded from, where the next retriever finds them.
 
-        Raises ValueError where the store was not loaded from a folder or has changed since: save it, load it again.
+        Raises ValueError where the store was not loaded from a folder or has changed since (save it, load it again) and
+        for a retriever that has no codes.
         """
+        if self.kind != "scan":
+            raise ValueError(f'codes are of kind "scan", the kind is {self.kind!r}')
         view = self.store.view()
         if self.store.path is None or view.version:
             raise ValueError("store: expected one that was loaded from a folder and has not changed since")
@@ -191,10 +215,13 @@ class Retriever:
         assert self._codes is not None
         self._codes.save(self.store.path)
 
-    def codes(self, view: StoreView) -> ScanIndex | None:
-        """The codes that serve this view, or None. Starts to make them, or those of added rows, where it is time."""
+    def codes(self, view: StoreView) -> ScanIndex | DeviceIndex | None:
+        """What finds rows without reading them on the host: the codes that serve this view, the device's rows, or None.
+
+        Starts to make codes, or those of added rows, where it is time.
+        """
         if self.kind != "scan":
-            return None
+            return self._device
         index = self._saved_codes(view) if self._codes is None else self._codes
         if index is not None and index.layout != view.layout:
             index = None
@@ -245,6 +272,16 @@ class Retriever:
             self._index.add(_unit_rows(view, start, min(start + _CHUNK, view.rows)))
         self._indexed = (layout, max(rows, view.rows))
         return self._index
+
+
+def _device_index(rows: DeviceRows | None) -> DeviceIndex:
+    import torch
+
+    from cdr_kernel.device import DeviceRows
+
+    if rows is not None and not isinstance(rows, DeviceRows):
+        raise TypeError(f"device_rows: expected DeviceRows, got {type(rows).__name__}")
+    return DeviceIndex(DeviceRows("cuda" if torch.cuda.is_available() else "cpu") if rows is None else rows)
 
 
 class _Abandoned(Exception):

@@ -55,7 +55,7 @@ LADDER = [
     {"storemap"},
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
-    {"device", "torch_ops"},
+    {"device", "device_index", "torch_ops"},
     {"lexical", "calibrate", "gate"},
     {"task"},
     {"session_json"},

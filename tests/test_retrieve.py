@@ -133,7 +133,7 @@ def test_norms_out_of_float32_range_do_not_reach_faiss():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"kind": "annoy"}, ValueError, "kind: expected one of scan, flat, hnsw, ivf"),
+        ({"kind": "annoy"}, ValueError, "kind: expected one of scan, device, flat, hnsw, ivf"),
         ({"nprobe": 0}, ValueError, "nprobe: expected an integer of at least 1"),
         ({"store": [1]}, TypeError, "store: expected a FactStore, got list"),
     ],

@@ -85,7 +85,9 @@ def test_parity(interpreted, case):
     assert interpreted[case] == "", interpreted[case]
 
 
-@pytest.mark.parametrize("case", ["nothing below and nothing kept", "cdr_score under triton", "the op"])
+@pytest.mark.parametrize(
+    "case", ["nothing below and nothing kept", "cdr_score under triton", "the op", "a retriever on a device"]
+)
 def test_interpreted(interpreted, case):
     assert interpreted[case] == "", interpreted[case]
 
@@ -236,6 +238,24 @@ def the_op():
     check_score_bounds_op("triton")
 
 
+def a_retriever_on_a_device():
+    """Two windows of several sessions through the kernel, as a scan answers them."""
+    import test_device_index as device
+    import torch
+
+    from cdr_kernel import Retriever
+    from cdr_kernel.device import DeviceRows
+
+    os.environ["CDR_KERNEL_IMPL"] = "triton"
+    try:
+        for dtype in ("float16", "int8"):
+            rows = DeviceRows(torch.device("cpu"), dtype=dtype)
+            device.check_many(Retriever(device.filled(200, 24, 3), "device", device_rows=rows), "spec")
+            device.check_many(Retriever(device.filled(200, 24, 3), "device", device_rows=rows), "calibrated")
+    finally:
+        del os.environ["CDR_KERNEL_IMPL"]
+
+
 def compile_case(dtype, dim, sessions, residual, flags, target):
     """Resources and instructions of the kernel as it is launched for this shape on this target."""
     import torch
@@ -321,6 +341,7 @@ def main(half):
             "nothing below and nothing kept": nothing_below_and_nothing_kept,
             "cdr_score under triton": cdr_score_under_triton,
             "the op": the_op,
+            "a retriever on a device": a_retriever_on_a_device,
         }
     else:
         cases = {
