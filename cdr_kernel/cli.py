@@ -103,6 +103,7 @@ class Kind(StrEnum):
     """How candidates are found."""
 
     scan = "scan"
+    device = "device"
     flat = "flat"
     hnsw = "hnsw"
     ivf = "ivf"
