@@ -6,18 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
 from cdr_kernel import FactStore
-from cdr_kernel.cli import app
 
 DIM = 6
-
-
-def invoke(*arguments, code=0):
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def answer(*arguments):

@@ -1,0 +1,116 @@
+"""What a command works on, from its options: the store, a filter, the vectors, the model that makes them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import cdr_kernel
+from cdr_kernel.files import FileError, Task, names_array, read_task_vectors, read_vector
+
+_MISTYPED = re.compile(r"\S+\.np[a-z]?:?\S*")  # a --query that is meant to be a file
+
+
+def opened_store(path: Path) -> cdr_kernel.FactStore:
+    """The facts in a folder, durable or not."""
+    if (path / "facts.lance").is_dir():
+        from cdr_kernel.durable import DurableStore
+
+        return DurableStore.open(path).facts
+    try:
+        return cdr_kernel.FactStore.load(path)
+    except (OSError, ValueError, MemoryError):
+        raise
+    except Exception as error:  # a damaged store: the parsers of JSON and of NumPy's headers raise many more kinds
+        what = f"{type(error).__name__}: {error}"
+        raise FileError(f"{path}: expected a store, found one that cannot be read ({what})") from error
+
+
+def where_filter(pairs: Sequence[str] | None, view: cdr_kernel.StoreView) -> dict[str, list[Any]] | None:
+    """NAME=VALUE pairs as a filter, values as what the attribute holds."""
+    if not pairs:
+        return None
+    types = {"source": str, **view.attribute_types}
+    wanted: dict[str, list[Any]] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in types:
+            what = f"expected NAME=VALUE with NAME one of {', '.join(sorted(types))}, got {pair!r}"
+            raise typer.BadParameter(what, param_hint="--where")
+        kind = types[name]
+        try:
+            typed = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            raise typer.BadParameter(f"expected {kind.__name__}, got {pair!r}", param_hint="--where") from None
+        wanted.setdefault(name, []).append(typed)
+    return wanted
+
+
+def check_source(embeddings: str | None, embed: str | None, model: str | None) -> None:
+    """Raises BadParameter unless the options say where vectors come from, and of which model."""
+    if (embeddings is None) == (embed is None):
+        raise typer.BadParameter("expected either --embeddings E.npy with --model, or --embed MODEL")
+    if model is not None and not model.strip():
+        raise typer.BadParameter("expected a name, got a blank one", param_hint="--model")
+    if embeddings is not None and model is None:
+        raise typer.BadParameter("expected --model with --embeddings: the name of the model that made them")
+    if embed is not None and model not in (None, embed):
+        raise typer.BadParameter("--embed names the model: leave out --model")
+
+
+def make_source(embeddings: str | None, embed: str | None, model: str | None) -> str | Callable[[list[str]], Any]:
+    """Where the vectors of a file of facts come from: a file, or a model."""
+    check_source(embeddings, embed, model)
+    source = embeddings if embed is None else embedder(embed)
+    assert source is not None
+    return source
+
+
+def embedder(model: str, store: cdr_kernel.FactStore | None = None) -> Callable[[list[str]], Any]:
+    """The model of this name, which must be the store's where one is given."""
+    from cdr_kernel.embedder import load_embedder
+
+    if store is not None and model != store.embedding_model:
+        raise cdr_kernel.EmbeddingModelMismatch("--embed", store.embedding_model, model)
+    return load_embedder(model)
+
+
+def own_embedder(store: cdr_kernel.FactStore, otherwise: str) -> Callable[[list[str]], Any]:
+    """The store's model, where it is one that can be had here."""
+    from cdr_kernel.embedder import CARRIED
+
+    if store.embedding_model not in CARRIED:
+        raise typer.BadParameter(otherwise)
+    return embedder(store.embedding_model)
+
+
+def query_vector(query: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
+    """The query [D]: an array in a file, or a text and a model."""
+    if names_array(query) or os.path.isfile(query):
+        if embed is not None:
+            raise typer.BadParameter(f"--embed is for a text, but --query {query!r} names an array")
+        return read_vector(query, store.dim)
+    if not query.strip():
+        raise typer.BadParameter("expected Q.npy, FILE.npz:KEY or a text", param_hint="--query")
+    if _MISTYPED.fullmatch(query):
+        raise FileError(f"{query}: no such file, expected Q.npy, FILE.npz:KEY or a text")
+    if embed is not None:
+        return embedder(embed, store)([query])[0]
+    what = f"--query {query!r} is no file, so it is a text: expected --embed MODEL, Q.npy or FILE.npz:KEY"
+    return own_embedder(store, what)([query])[0]
+
+
+def task_vectors(
+    path: Path | None, task: Task, store: cdr_kernel.FactStore, encode: Callable[[list[str]], Any] | None
+) -> tuple[Any, Any]:
+    """The query [D] and the sub-queries [S, D] of a task."""
+    if path is not None:
+        return read_task_vectors(path, task, store.dim)
+    encode = encode or own_embedder(store, "expected --vectors Q.npz, or --embed MODEL")
+    query, *subs = encode([task.query, *(item.text for item in task.items)])
+    return query, subs

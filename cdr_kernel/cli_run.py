@@ -1,0 +1,432 @@
+"""The commands about runs of several windows: `cdr demo`, `cdr run` and `cdr report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+import cdr_kernel
+from cdr_kernel.cli_inputs import embedder, opened_store, task_vectors, where_filter
+from cdr_kernel.cli_options import (
+    AsJson,
+    EmbedOption,
+    Kind,
+    KindOption,
+    PerEnvelope,
+    ReportOption,
+    StoreArgument,
+    WhereOption,
+    Windows,
+    no_nan,
+)
+from cdr_kernel.cli_rank import say_largest_cosine
+from cdr_kernel.constants import CALIBRATED_GATE, CDR_MIN_RELEVANCE
+from cdr_kernel.files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
+from cdr_kernel.record import RunRecord, summary
+from cdr_kernel.storemap import StoreMap
+from cdr_kernel.task import Calibrated
+from cdr_kernel.terminal import fits, new_table, print_json, say, show
+from cdr_kernel.writer import MAX_TIMEOUT, CommandWriter, ExtractWriter
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FIRST_TO_GO = ("least", "words", "new", "facts", "novelty", "topics", "seen", "done", "fresh")
+"""Columns of a run's table in the order in which a narrow terminal loses them; the number and the status stay."""
+LEGEND = (
+    "Of each window: facts packed, how many are fresh and how many were seen before, their mean and least novelty, "
+    "sub-topics reached so far, words, words of fresh facts, how much of the task is done."
+)
+NO_BUDGET = 2**31 - 1  # tokens; no number of facts comes near
+
+
+class Mode(StrEnum):
+    """What a session ranks by."""
+
+    spec = "spec"
+    calibrated = "calibrated"
+
+
+class GateOn(StrEnum):
+    """Which z-score the gate of mode calibrated is on."""
+
+    best = "best"
+    query = "query"
+
+
+class Pack(StrEnum):
+    """How an envelope is filled."""
+
+    greedy = "greedy"
+    need = "need"
+
+
+def demo(
+    min_relevance: Annotated[
+        float | None,
+        typer.Option(min=-1.0, max=1.0, callback=no_nan, help="Cosine to the query that a fact must reach (0.30)."),
+    ] = None,
+    windows: Windows = None,
+    k: PerEnvelope = None,
+    report: ReportOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Five windows on a packaged corpus, by relevance alone and by CDR. Needs no model and no network."""
+    from cdr_kernel import demo as packaged
+
+    corpus = packaged.load()
+    gate = packaged.MIN_RELEVANCE if min_relevance is None else min_relevance
+    runs = packaged.run_demo(corpus, min_relevance=gate, windows=windows, k=k)
+    closing = packaged.conclusion(runs)
+    if report is not None:
+        _report(report, packaged.documents(corpus, runs, min_relevance=gate, windows=windows, k=k))
+    if as_json:
+        print_json(
+            {
+                "task": corpus.task.id,
+                "facts": len(corpus.store),
+                "model": packaged.EMBEDDING_MODEL,
+                "min_relevance": gate,
+                "runs": {name: summary(record.windows) for name, record in runs.items()},
+                "conclusion": closing,
+            }
+        )
+        return
+    show(
+        f"{corpus.task.query}: {len(corpus.store)} facts, {len(corpus.task.items)} sub-topics, "
+        f"{packaged.EMBEDDING_MODEL}."
+    )
+    passing = {value: packaged.passing(corpus, value) for value in (CDR_MIN_RELEVANCE, gate)}
+    show(
+        f"Facts need a cosine of {gate:.12g} to the query: {passing[gate]} have it. The specification's "
+        f"{CDR_MIN_RELEVANCE:g}, which {passing[CDR_MIN_RELEVANCE]} have, is for models with higher cosines than this "
+        "one's. --min-relevance changes it."
+    )
+    for name, title in packaged.TITLES.items():
+        show("")
+        show(title)
+        show(_window_table(runs[name].windows))
+    show("")
+    show(LEGEND)
+    for window in runs["cdr"].windows:
+        show("")
+        show(f"CDR, window {window['number']}. {window['anchor'] or 'Nothing remains.'}")
+        for header, value in window["headers"].items():
+            show(f"{header}: {value}", indent=4)
+    show("")
+    show(_ending(runs["cdr"].windows))
+    show(closing)
+
+
+def run(
+    store: StoreArgument,
+    task: Annotated[Path, typer.Argument(metavar="TASK.json", help="A task, or a file of tasks.")],
+    writer: Annotated[
+        str,
+        typer.Option(
+            metavar='extract|"COMMAND"',
+            help="Copy the facts, or run a command: JSON in, text out. No shell: sh -c '...' for pipes.",
+        ),
+    ],
+    task_id: Annotated[str | None, typer.Option(metavar="ID", help="Which task of the file (the first).")] = None,
+    vectors: Annotated[
+        Path | None, typer.Option(metavar="Q.npz", help='Arrays "INDEX:query" [D] and "INDEX:subs" [S, D].')
+    ] = None,
+    embed: EmbedOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="RUN.json", help="Write the whole run here (to /dev/stdout: not the table)."
+        ),
+    ] = None,
+    mode: Annotated[Mode, typer.Option(help="The specification's formula, or the calibrated mode.")] = Mode.spec,
+    min_relevance: Annotated[
+        float | None,
+        typer.Option(
+            min=-1.0,
+            max=1.0,
+            callback=no_nan,
+            help=f"Cosine to the query that a fact must reach (§2.6; {CDR_MIN_RELEVANCE}). Of mode spec.",
+        ),
+    ] = None,
+    gate_at: Annotated[
+        float | None,
+        typer.Option(
+            "--gate",
+            callback=no_nan,
+            help=f"Deviations above the store's mean that a fact must reach ({CALIBRATED_GATE:g}). Of mode calibrated.",
+        ),
+    ] = None,
+    gate_on: Annotated[
+        GateOn | None, typer.Option(help="--gate is on the best of query and sub-queries (best), or on the query.")
+    ] = None,
+    source: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            callback=no_nan,
+            help="Weight of a fact's document, in place of feedback (0, which is off).",
+        ),
+    ] = None,
+    pack: Annotated[
+        Pack | None, typer.Option(help="Best facts first, or sub-queries in turn (spec: greedy; calibrated: need).")
+    ] = None,
+    windows: Windows = None,
+    k: PerEnvelope = None,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="Tokens per envelope (no limit).")] = None,
+    kind: KindOption = Kind.scan,
+    guard: Annotated[
+        bool | None, typer.Option("--guard/--no-guard", help="The n-gram guard (§5; mode spec: on, else off).")
+    ] = None,
+    exclude_packed: Annotated[
+        bool, typer.Option("--exclude-packed", help="Never pack a fact twice, as mode calibrated never does.")
+    ] = False,
+    where: WhereOption = None,
+    backward_summary: Annotated[
+        bool, typer.Option("--backward-summary", help="Give a command the text of the earlier windows as well (§4.3).")
+    ] = False,
+    writer_timeout: Annotated[
+        float, typer.Option(min=0.001, max=MAX_TIMEOUT, callback=no_nan, help="Seconds a command may take per window.")
+    ] = 300.0,
+    report: ReportOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
+    if backward_summary and writer == "extract":
+        raise typer.BadParameter("--backward-summary is for a command, not for extract")
+    calibrated = mode is Mode.calibrated
+    foreign = {"--min-relevance": min_relevance is not None, "--exclude-packed": exclude_packed}
+    if not calibrated:
+        given = {"--gate": gate_at, "--gate-on": gate_on, "--source": source}
+        foreign = {name: value is not None for name, value in given.items()} | {"--pack need": pack is Pack.need}
+    for name, used in foreign.items():
+        if used:
+            raise typer.BadParameter(f"{name} is of mode {'spec' if calibrated else 'calibrated'}, not of {mode.value}")
+    if output is not None:
+        check_output(output, task, store, *([] if vectors is None else [vectors]))
+    if report is not None:
+        check_output(report, task, store, *(path for path in (vectors, output) if path is not None))
+    opened = opened_store(store)
+    chosen = pick_task(read_tasks(task), task_id, task)
+    if embed not in (None, opened.embedding_model):
+        raise cdr_kernel.EmbeddingModelMismatch("--embed", opened.embedding_model, embed)
+    # To copy facts needs no model: their vectors are in the store.
+    encode = embedder(embed) if embed is not None and (vectors is None or writer != "extract") else None
+    query, subs = task_vectors(vectors, chosen, opened, encode)
+    guarded = not calibrated if guard is None else guard
+    cosine = CDR_MIN_RELEVANCE if min_relevance is None else min_relevance
+    parts = {"gate": gate_at, "gate_on": gate_on and gate_on.value, "source_weight": source}
+    session = cdr_kernel.Session(
+        chosen.sub_queries(subs),
+        embedding_model=opened.embedding_model,
+        mode=mode.value,
+        max_windows=windows or chosen.windows,
+        guard=cdr_kernel.NGramGuard() if guarded else False,
+        **(parts if calibrated else {"min_relevance": cosine, "exclude_packed": exclude_packed}),
+    )
+    write = _writer(writer, opened, session, chosen, token_budget, writer_timeout, encode)
+    retriever = cdr_kernel.Retriever(opened, kind.value)
+    per_envelope = k or chosen.k
+    packing = (pack or (Pack.need if calibrated else Pack.greedy)).value
+    wanted = where_filter(where, opened.view())
+    settings = {
+        "mode": mode.value,
+        "min_relevance": None if calibrated else cosine,
+        "calibrated": None if session.calibrated is None else asdict(session.calibrated),
+        "pack": packing,
+        "windows": session.max_windows,
+        "k": per_envelope,
+        "token_budget": token_budget,
+        "kind": kind.value,
+        "guard": guarded,
+        "exclude_packed": exclude_packed,
+        "where": wanted,
+        "backward_summary": backward_summary,
+        "writer": writer,
+        "embed": embed,
+    }
+    record = RunRecord(chosen, StoreMap(opened.view(), query, subs))
+
+    # What cannot be written again gets the run once, when it is over.
+    once = output is not None and goes_out_at_once(output)
+
+    def document(complete: bool, error: str | None) -> dict[str, Any]:
+        about = {"path": str(store), "facts": len(opened), "dim": opened.dim, "dtype": opened.dtype.name}
+        return record.document(
+            settings=settings, model=opened.embedding_model, store=about, complete=complete, error=error
+        )
+
+    def save(complete: bool, error: str | None = None) -> None:
+        if output is not None and (not once or complete or error is not None):
+            write_json(output, document(complete, error))
+
+    try:
+        for window in cdr_kernel.run_windows(
+            write,
+            query,
+            retriever,
+            session,
+            token_budget=NO_BUDGET if token_budget is None else token_budget,
+            assess=write.assess,
+            where=wanted,
+            k=per_envelope if token_budget is None else None,  # where everything fits, the rest need not be ranked
+            max_facts=per_envelope,
+            pack=packing,
+            backward_summary="\n\n".join if backward_summary else None,
+        ):
+            record.add(window)
+            save(complete=False)
+            if writer != "extract" and window.output is not None:
+                say(f"window {window.number} of at most {session.max_windows}: {record.windows[-1]['words']} words")
+    except BaseException as error:
+        save(complete=False, error="interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
+        raise
+    save(complete=True)
+    if report is not None:
+        _report(report, {chosen.id: document(True, None)})
+    last = record.windows[-1]
+    if not last["envelope"]["qualified"]:
+        if session.calibrated is None:
+            say_largest_cosine(retriever, query, cosine)
+        elif not last["envelope"]["new_share"]:
+            _say_largest_deviations(retriever, np.vstack([query, *subs]), session.calibrated)
+    if as_json:
+        print_json(
+            {
+                "task": chosen.id,
+                "model": opened.embedding_model,
+                "store": str(store),
+                "output": None if output is None else str(output),
+                "complete": True,
+                "completeness": session.completeness,
+                "exit": last["exit"],
+                "windows": summary(record.windows),
+            }
+        )
+        return
+    if output is not None and is_stdout(output):
+        return
+    show(f"{chosen.query}: {len(chosen.items)} sub-topics, {len(opened)} facts, {opened.embedding_model}")
+    show(_window_table(record.windows))
+    show(_ending(record.windows))
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN.json...", help="What `cdr run -o` wrote, up to four, side by side.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML, or figures for .png, .svg and .pdf.")
+    ],
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="What to call a run, once for each (the files' names).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show runs: quality over windows, sub-topics, a map of the store, every envelope. One file, no network."""
+    from cdr_kernel.report import MOST_RUNS, named
+
+    if len(runs) > MOST_RUNS:
+        raise typer.BadParameter(f"expected {MOST_RUNS} runs at most, got {len(runs)}")
+    if name and len(name) != len(runs):
+        raise typer.BadParameter(f"expected {len(runs)} (one per run), got {len(name)}", param_hint="--name")
+    check_output(output, *runs)
+    found = named(runs, name)
+    _report(output, found)
+    if as_json:
+        windows = {called: len(document["windows"]) for called, document in found.items()}
+        print_json({"output": str(output), "windows": windows})
+    elif not is_stdout(output):
+        show(f"{output}: {', '.join(found)}")
+
+
+def _writer(
+    writer: str,
+    store: cdr_kernel.FactStore,
+    session: cdr_kernel.Session,
+    task: Task,
+    token_budget: int | None,
+    timeout: float,
+    encode: Callable[[list[str]], Any] | None,
+) -> ExtractWriter | CommandWriter:
+    if writer == "extract":
+        return ExtractWriter(store, session)
+    try:
+        return CommandWriter(
+            writer, store, session, query=task.query, token_budget=token_budget, timeout=timeout, embed=encode
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--writer") from None
+
+
+def _say_largest_deviations(retriever: cdr_kernel.Retriever, vectors: Any, parts: Calibrated) -> None:
+    if not len(retriever.store):
+        return
+    asked = vectors if parts.gate_on == "best" else vectors[:1]
+    scale, shift = retriever.moments.of(retriever.store.view()).scale_shift(asked)
+    cosines = [retriever.search(vector, min_relevance=-1.0, k=1).relevance[0] for vector in asked]
+    say(
+        f"warning: no fact reaches --gate {parts.gate:.12g}; the largest in this store is "
+        f"{(scale * np.array(cosines) + shift).max():.2f} deviations"
+    )
+
+
+def _report(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    from cdr_kernel.report import write_report
+
+    write_report(path, runs)
+
+
+def _ending(windows: Sequence[Mapping[str, Any]]) -> str:
+    """Why the last window was the last."""
+    last = windows[-1]
+    exit, report = last["exit"], last["report"] or next((w["report"] for w in reversed(windows) if w["report"]), None)
+    text = f"Ended after window {last['number']}: {exit['reason']}"
+    if not last["written"]:
+        text = f"Ended before window {last['number']} was written: {exit['reason']}"
+    if exit["also"]:
+        text += f", also {', '.join(exit['also'])}"
+    if exit["detail"]:
+        text += f" ({exit['detail']})"
+    return text + (f"; completeness {report['completeness_score']:.2f}." if report else ".")
+
+
+def _window_table(windows: Iterable[Mapping[str, Any]]) -> Table:
+    """The windows, and as many of their numbers as there is room for beside the status."""
+    rows = [_window_row(window) for window in windows]
+    names = list(rows[0])
+    for unneeded in ("", *FIRST_TO_GO):
+        names = [name for name in names if name != unneeded]
+        table = new_table([(name, name != "status") for name in names])
+        for row in rows:
+            table.add_row(*(row[name] for name in names))
+        if fits(table):
+            break
+    return table
+
+
+def _window_row(window: Mapping[str, Any]) -> dict[str, str]:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    report = window["report"]
+    status = window["headers"]["CRP-Context-Continuation-Status"]
+    return {
+        "#": str(window["number"]),
+        "facts": str(len(window["facts"])),
+        "fresh": str(window["fresh"]),
+        "seen": str(window["repeated"]),
+        "novelty": number(window["novelty_mean"]),
+        "least": number(window["novelty_min"]),
+        "topics": "-" if window["topics_reached"] is None else str(window["topics_reached"]),
+        "words": str(window["words"]),
+        "new": str(window["fresh_words"]),
+        "done": number(None if report is None else report["completeness_score"]),
+        "status": status + ("" if window["written"] else ", not written"),
+    }

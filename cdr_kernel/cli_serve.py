@@ -1,0 +1,93 @@
+"""The command `cdr serve`."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cdr_kernel.cli_options import EmbedOption
+
+
+def serve(
+    store: Annotated[
+        Path,
+        typer.Argument(metavar="STORE", help="Folder of a store; with the keys of several tenants, STORE/TENANT each."),
+    ],
+    host: Annotated[str, typer.Option(help="Where to listen; other than loopback needs --keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any; the log says which.")] = 8080,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="KEYS.json", help="Bearer keys and their tenants, as SHA-256.")
+    ] = None,
+    open_to_all: Annotated[
+        bool, typer.Option("--open-to-all", help="Listen beyond loopback without keys: anyone may change everything.")
+    ] = False,
+    embed: EmbedOption = None,
+    redis: Annotated[
+        str | None, typer.Option(metavar="URL", envvar="CDR_SERVE_REDIS", help="Redis for sessions of all replicas.")
+    ] = None,
+    token_key: Annotated[
+        str | None,
+        typer.Option(metavar="SECRET", envvar="CDR_SERVE_TOKEN_KEY", help="Signs session tokens, 32 bytes at least."),
+    ] = None,
+    metrics_key: Annotated[
+        str | None,
+        typer.Option(metavar="SECRET", envvar="CDR_SERVE_METRICS_KEY", help="Bearer key for /metrics, with --keys."),
+    ] = None,
+    hash_key: Annotated[
+        str | None,
+        typer.Option(metavar="SECRET", envvar="CDR_SERVE_HASH_KEY", help="The hash_key that the store was made with."),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests of a tenant at once; more get 429.")] = 128,
+    max_batch: Annotated[int, typer.Option(min=1, help="Ranks that are made together.")] = 8,
+    rank_threads: Annotated[int, typer.Option(min=1, help="Batches that are made at a time.")] = 2,
+    max_body_mb: Annotated[float, typer.Option(min=0.01, help="Largest request, MiB.")] = 16.0,
+    deadline: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 30.0,
+    session_ttl: Annotated[float, typer.Option(min=1.0, help="Seconds that a session stays unused.")] = 3600.0,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions of a tenant in memory.")] = 10_000,
+    session_mb: Annotated[int, typer.Option(min=1, help="Memory for a tenant's sessions, MiB.")] = 512,
+    row_cache_mb: Annotated[int, typer.Option(min=0, help="Memory for what ranks keep, MiB a tenant.")] = 256,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that pack, encode and write facts.")] = 2,
+    refresh: Annotated[float, typer.Option(min=0.01, help="Seconds between looks at a durable store.")] = 1.0,
+    drain: Annotated[float, typer.Option(min=0.0, help="Seconds from SIGTERM to closing the port.")] = 1.0,
+    stop: Annotated[float, typer.Option(min=0.0, help="Seconds that accepted requests then have.")] = 30.0,
+    otel: Annotated[bool, typer.Option("--otel", help="Trace with OpenTelemetry (extra otel).")] = False,
+    no_access_log: Annotated[bool, typer.Option("--no-access-log", help="Log no line per request.")] = False,
+) -> None:
+    """Serve a store over HTTP: facts, sessions, ranking, reranking. See docs/serving.md."""
+    from cdr_kernel.serve import Settings
+    from cdr_kernel.serve import serve as run_server
+
+    settings = Settings(
+        store=store,
+        host=host,
+        port=port,
+        keys=keys,
+        open_to_all=open_to_all,
+        metrics_key=metrics_key,
+        token_key=None if token_key is None else token_key.encode(),
+        hash_key=None if hash_key is None else hash_key.encode(),
+        embed=embed,
+        redis=redis,
+        max_body=round(max_body_mb * 2**20),
+        max_queue=max_queue,
+        max_batch=max_batch,
+        rank_threads=rank_threads,
+        deadline_s=deadline,
+        session_ttl_s=session_ttl,
+        max_sessions=max_sessions,
+        session_bytes=session_mb << 20,
+        row_cache_bytes=row_cache_mb << 20,
+        threads=threads,
+        refresh_s=refresh,
+        drain_s=drain,
+        stop_s=stop,
+        otel=otel,
+        access_log=not no_access_log,
+    )
+    warnings.simplefilter("ignore", UserWarning)  # of single sessions: their numbers are in every answer
+    status = run_server(settings)
+    if status:
+        raise typer.Exit(status)
