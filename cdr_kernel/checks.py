@@ -52,3 +52,8 @@ def check_choice(value: object, name: str, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
     return value
+
+
+def few(ids: Sequence[str]) -> str:
+    """Ids for an error: the first five of them, and how many more there are."""
+    return ", ".join(repr(i) for i in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

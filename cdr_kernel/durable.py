@@ -12,43 +12,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import secrets
-import shutil
 import threading
-import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-
-from cdr_kernel import exchange, lance_record, snapshot
+from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attributes, Value
-from cdr_kernel.folder import LOCK, sync_folder, turn
-from cdr_kernel.lance_record import COLUMNS, LIVE, QUARANTINED, Record
-from cdr_kernel.ngram import HashKey, Tokenizer, take_tokens
+from cdr_kernel.copies import Advance
+from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
+from cdr_kernel.folder import turn
+from cdr_kernel.lance_record import Record
+from cdr_kernel.ngram import HashKey, Tokenizer
+from cdr_kernel.record_rows import EXPIRES, check_names, check_text, quarantined
+from cdr_kernel.replica import Replica
 from cdr_kernel.snapshot import Found
-from cdr_kernel.store import Added, Checked, EmbeddingModelMismatch, FactStore, StoreView
-from cdr_kernel.terminal import Progress, say
+from cdr_kernel.store import Added, EmbeddingModelMismatch, FactStore
+from cdr_kernel.terminal import say
+
+__all__ = ["RECORD", "SNAPSHOT", "WORTH_SNAPSHOT", "Advance", "DurableStore", "check_new_folder", "is_durable"]
 
 T = TypeVar("T")
-Advance: TypeAlias = Callable[[int], object]
 
-RECORD = "facts.lance"
-SNAPSHOT = "snapshot"
 WORTH_SNAPSHOT = 16384
 """Facts read from the record at open, beyond an eighth of all, from which a snapshot is written."""
-
-_EXPIRES = "_expires_at"  # the column in memory: microseconds since 1970
-_ATTEMPTS = 50
-_BATCH = 65536
-_LONG_WORK = 100_000  # facts from which reading them is said on standard error
-_LATEST = 253402300799  # seconds: the end of the year 9999
 
 
 class DurableStore:
@@ -66,16 +57,11 @@ class DurableStore:
         self.path = path
         self._lock = threading.RLock()
         self._tokenizer, self._hash_key = tokenizer, hash_key
+        self._replica = Replica(record, tokenizer, hash_key)
         self._closed = threading.Event()
         self._checking: threading.Thread | None = None
         self._damage: str | None = None
-        self._held: dict[str, tuple[int, str | None]] = {}  # the quarantined: sequence and reason
-        self._record = record
-        self._facts = self._empty()
-        self._version = record.version  # of the facts in memory; that of _record but while catching up
-        self._next = 0
         self._snapshot_version: int | None = None
-        self._alone = False  # whether the turn that is taken keeps other processes out
 
     @classmethod
     def create(
@@ -137,12 +123,12 @@ class DurableStore:
             if (folder / "manifest.json").is_file():
                 what += f"; this is a folder of FactStore.save: `cdr store create {folder} -o NEW` makes it durable"
             raise FileNotFoundError(f"{folder}: no durable store here ({what})")
-        record = _opened(folder)
+        record = newest_record(folder)
         about = record.about
         if embedding_model is not None and embedding_model != about["embedding_model"]:
             raise EmbeddingModelMismatch(f"{folder}", about["embedding_model"], embedding_model)
         store = cls(folder, record, tokenizer, hash_key)
-        for name, own in (("tokenizer", store._facts.tokenizer_name), ("hash_key", store._facts.key_fingerprint)):
+        for name, own in (("tokenizer", store.facts.tokenizer_name), ("hash_key", store.facts.key_fingerprint)):
             if about[name] != own:
                 what = "tokenizer" if name == "tokenizer" else "a key of fingerprint"
                 raise ValueError(
@@ -163,18 +149,11 @@ class DurableStore:
         Whole or not at all. advance: told of facts as they are done. Raises what ``create`` raises, ValueError for
         strings with lone surrogates.
         """
-        view = facts.view()
-        _check_names(view.attribute_names)
+        check_names(facts.view().attribute_names)
         hasher: dict[str, Any] = {"tokenizer": facts.tokenizer, "hash_key": facts.hash_key}
         about: dict[str, Any] = {"embedding_model": facts.embedding_model, "dtype": facts.dtype.name, **hasher}
-        with _building(path) as draft, cls.create(draft, facts.dim, **about) as store:
-            rows = np.flatnonzero(view.alive)
-            for start in range(0, len(rows), _BATCH):
-                part = rows[start : start + _BATCH]
-                store._import(_of_view(view, part, store._facts), view.sequence[part])
-                if advance is not None:
-                    advance(len(part))
-            store._persist_next(facts.next_sequence)
+        with building(path) as draft, cls.create(draft, facts.dim, **about) as store:
+            copies.facts_into(store._replica.record, store.facts, facts, advance)
         return cls.open(path, **hasher)
 
     def export(self, file: str | os.PathLike[str]) -> int:
@@ -184,10 +163,10 @@ class DurableStore:
         """
         with self._lock:
             self._check_open()
-            record, table = self._with_newest(self._record, lambda record: (record, record.read().sort_by("sequence")))
-            following = max(self._next, int(table["sequence"][-1].as_py()) + 1 if table.num_rows else 0)
-            exchange.write(Path(file), table, record.about, record.attributes, following)
-        return int(table.num_rows)
+            replica = self._replica
+            return replica.with_newest(
+                replica.record, lambda record: copies.exported(record, Path(file), replica.next_sequence)
+            )
 
     @classmethod
     def from_export(
@@ -206,87 +185,44 @@ class DurableStore:
         """
         found = exchange.Exchanged(Path(file))
         model, dtype = found.about["embedding_model"], found.about["dtype"]
+        hasher: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}
         with (
-            _building(path) as draft,
-            cls.create(
-                draft, found.dim, embedding_model=model, dtype=dtype, tokenizer=tokenizer, hash_key=hash_key
-            ) as store,
+            building(path) as draft,
+            cls.create(draft, found.dim, embedding_model=model, dtype=dtype, **hasher) as store,
         ):
-            last = -1
-            for batch in found.batches():
-                sequence = np.array(batch["sequence"], np.int64)
-                if sequence[0] <= last or (np.diff(sequence) <= 0).any():
-                    raise ValueError(f"{file}: sequence: expected ascending numbers")
-                last = int(sequence[-1])
-                checked = store._facts.check(
-                    batch["id"],
-                    batch["text"],
-                    batch["embedding"],
-                    batch["importance"],
-                    batch["source"],
-                    batch["position"],
-                    batch["attributes"],
-                )
-                expiries = {_EXPIRES: (int, batch["expires_at"])}
-                checked = checked._replace(attributes={**checked.attributes, **expiries})
-                held = [
-                    None if status == LIVE else (reason or "")
-                    for status, reason in zip(batch["status"], batch["reason"], strict=True)
-                ]
-                store._import(checked, sequence, held, batch["added_at"])
-                if advance is not None:
-                    advance(len(sequence))
-            store._persist_next(found.next_sequence)
-        return cls.open(path, tokenizer=tokenizer, hash_key=hash_key)
-
-    def _import(
-        self,
-        found: Checked,
-        sequence: Int64,
-        held: Sequence[str | None] | None = None,
-        added_at: Sequence[int] | None = None,
-    ) -> None:
-        """Put facts of another store at the end of a draft, into the record alone."""
-        _check_text(found)
-        kinds = {name: kind for name, (kind, _) in found.attributes.items() if name != _EXPIRES}
-        record = self._record.add_attributes(kinds)
-        nothing = [None] * len(found.ids) if held is None else held
-        self._record = record.commit(_table(record, found, sequence, nothing, added_at))
-
-    def _persist_next(self, following: int) -> None:
-        self._record.check_unique()
-        self._record.persist_next(following)
+            copies.exchanged_into(store._replica.record, store.facts, found, advance)
+        return cls.open(path, **hasher)
 
     # What there is
 
     @property
     def facts(self) -> FactStore:
         """The live store: take it to a Retriever, do not change it."""
-        return self._facts
+        return self._replica.facts
 
     @property
     def version(self) -> int:
         """The version of the record that ``facts`` is equal to."""
-        return self._version
+        return self._replica.version
 
     @property
     def embedding_model(self) -> str:
         """The model that made the embeddings."""
-        return self._facts.embedding_model
+        return self.facts.embedding_model
 
     @property
     def dim(self) -> int:
         """D."""
-        return self._facts.dim
+        return self.facts.dim
 
     def __len__(self) -> int:
-        return len(self._facts)
+        return len(self.facts)
 
     def __contains__(self, fact_id: object) -> bool:
-        return fact_id in self._facts
+        return fact_id in self.facts
 
     def __repr__(self) -> str:
-        return f"DurableStore({str(self.path)!r}, version {self.version}, {self._facts!r})"
+        return f"DurableStore({str(self.path)!r}, version {self.version}, {self.facts!r})"
 
     def __enter__(self) -> DurableStore:
         return self
@@ -305,11 +241,11 @@ class DurableStore:
     def quarantined(self) -> dict[str, str | None]:
         """Ids of the quarantined facts in the order of their sequence, with the reasons."""
         with self._lock:
-            return {i: reason for i, (_, reason) in sorted(self._held.items(), key=lambda item: item[1][0])}
+            return {i: reason for i, (_, reason) in sorted(self._replica.held.items(), key=lambda item: item[1][0])}
 
     def versions(self) -> list[tuple[int, float]]:
         """(version, seconds since 1970) of every version that is kept, oldest first."""
-        return self._with_newest(self._record.newest(), Record.versions)
+        return self._replica.with_newest(self._replica.record.newest(), Record.versions)
 
     def stats(self) -> dict[str, Any]:
         """Counts, sizes in bytes, versions and settings, ready for JSON.
@@ -320,17 +256,18 @@ class DurableStore:
         with self._lock:
             checking = self._checking is not None and self._checking.is_alive()
             checked = "none" if self._checking is None else (self._damage or "checked")
+            replica = self._replica
             return {
                 "path": str(self.path),
-                "facts": len(self._facts),
-                "quarantined": len(self._held),
+                "facts": len(self.facts),
+                "quarantined": len(replica.held),
                 "version": self.version,
-                "next_sequence": self._next,
+                "next_sequence": replica.next_sequence,
                 "dim": self.dim,
-                "dtype": self._facts.dtype.name,
+                "dtype": self.facts.dtype.name,
                 "embedding_model": self.embedding_model,
-                "attributes": {name: kind.__name__ for name, kind in sorted(self._record.attributes.items())},
-                **self._record.stats(),
+                "attributes": {name: kind.__name__ for name, kind in sorted(replica.record.attributes.items())},
+                **replica.record.stats(),
                 "snapshot_version": self._snapshot_version,
                 "snapshot": "checking" if checking else checked,
                 "snapshot_bytes": lance_record.bytes_in(self.path / SNAPSHOT),
@@ -394,51 +331,18 @@ class DurableStore:
         *,
         replace: bool,
     ) -> Added:
-        _check_names(attributes or ())
+        check_names(attributes or ())
         ids = ids if isinstance(ids, str | bytes) else list(ids)
-        found = self._facts.check(ids, texts, embeddings, importance, source, position, attributes, None, on_invalid)
-        expiries = _microseconds(expires_at, len(ids))
+        found = self.facts.check(ids, texts, embeddings, importance, source, position, attributes, None, on_invalid)
+        expiries = moments.microseconds(expires_at, len(ids))
         if any(moment is not None for moment in expiries):
             by_id = dict(zip(ids, expiries, strict=True))
-            columns: Attributes = {**found.attributes, _EXPIRES: (int, [by_id[i] for i in found.ids])}
+            columns: Attributes = {**found.attributes, EXPIRES: (int, [by_id[i] for i in found.ids])}
             found = found._replace(attributes=columns)
-        _check_text(found)
-
-        def make(record: Record) -> tuple[Record, Added]:
-            held = self._held
-            there = [i for i in found.ids if i in self._facts or i in held]
-            if there and not replace:
-                few = ", ".join(repr(i) for i in there[:5]) + (f" and {len(there) - 5} more" if there[5:] else "")
-                raise ValueError(f"ids: {few} in the store already (upsert replaces)")
-            kinds = {name: kind for name, (kind, _) in found.attributes.items() if name != _EXPIRES}
-            for name, kind in kinds.items():
-                known = record.attributes.get(name, kind)
-                if kind is not known and (kind, known) != (int, float):
-                    raise TypeError(
-                        f"attributes[{name!r}]: expected {known.__name__} as in the store, got {kind.__name__}"
-                    )
-            if not found.ids:
-                return record, Added(0, found.skipped)
-            record = record.add_attributes(kinds)
-            sequence = np.arange(self._next, self._next + len(found.ids))
-            statuses = [held.get(i) for i in found.ids]
-            old_rows = self._facts.rows_of([i for i in found.ids if i in self._facts])
-            old = [*self._facts.view().sequence[old_rows].tolist(), *(s[0] for s in statuses if s is not None)]
-            table = _table(record, found, sequence, [None if s is None else (s[1] or "") for s in statuses])
-            made = record.commit(table, np.array(old, np.int64))
-            live = np.array([i for i, s in enumerate(statuses) if s is None], np.int64)
-            self._held = held | {
-                i: (number, its[1])
-                for i, number, its in zip(found.ids, sequence.tolist(), statuses, strict=True)
-                if its is not None
-            }
-            self._facts.apply(_subset(found, live), sequence[live], old_rows)
-            self._next += len(found.ids)
-            return made, Added(len(found.ids), found.skipped)
-
+        check_text(found)
         with self._lock:
-            added = self._change(make)
-            if any(moment is not None and moment <= _now() for moment in expiries):
+            added = self._change(lambda: commits.put(self._replica, found, replace=replace))
+            if any(moment is not None and moment <= moments.now() for moment in expiries):
                 self._expire_due()
             return added
 
@@ -451,21 +355,7 @@ class DurableStore:
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
         wanted = _ids(ids)
-
-        def make(record: Record) -> tuple[Record, int]:
-            held = self._held
-            self._known(wanted, lambda i: i in self._facts or i in held, missing)
-            rows = self._facts.rows_of([i for i in wanted if i in self._facts])
-            out_ids = set(wanted)
-            out = [*self._facts.view().sequence[rows].tolist(), *(held[i][0] for i in wanted if i in held)]
-            if not out:
-                return record, 0
-            made = record.commit(None, np.array(out, np.int64))
-            self._held = {i: its for i, its in held.items() if i not in out_ids}
-            self._facts.apply(None, removed=rows)
-            return made, len(out)
-
-        return self._change(make)
+        return self._change(lambda: commits.remove(self._replica, wanted, missing=missing))
 
     def quarantine(self, ids: Iterable[str], reason: str | None = None) -> int:
         """Take facts out of every ranking until they are released; returns how many. They stay in the record.
@@ -476,23 +366,7 @@ class DurableStore:
         wanted = _ids(ids)
         if reason is not None and not isinstance(reason, str):
             raise TypeError(f"reason: expected a str or None, got {type(reason).__name__}")
-
-        def make(record: Record) -> tuple[Record, int]:
-            held = self._held
-            self._known(wanted, lambda i: i in self._facts or i in held, "raise")
-            if not wanted:
-                return record, 0
-            live = [i for i in wanted if i in self._facts]
-            rows = self._facts.rows_of(live)
-            given = dict(zip(live, self._facts.view().sequence[rows].tolist(), strict=True))
-            given |= {i: held[i][0] for i in wanted if i in held}
-            numbers = np.array(list(given.values()), np.int64)
-            made = record.commit(_restated(record, numbers, QUARANTINED, reason), numbers)
-            self._held = held | {i: (number, reason) for i, number in given.items()}
-            self._facts.apply(None, removed=rows)
-            return made, len(wanted)
-
-        return self._change(make)
+        return self._change(lambda: commits.quarantine(self._replica, wanted, reason))
 
     def release(self, ids: Iterable[str]) -> int:
         """Let quarantined facts into rankings again, as the newest facts in the order given; returns how many.
@@ -500,22 +374,7 @@ class DurableStore:
         Raises KeyError naming ids that are not quarantined; then nothing is changed.
         """
         wanted = _ids(ids)
-
-        def make(record: Record) -> tuple[Record, int]:
-            held = self._held
-            self._known(wanted, lambda i: i in held, "raise", "not quarantined")
-            if not wanted:
-                return record, 0
-            out = np.array([held[i][0] for i in wanted], np.int64)
-            table = _restated(record, out, LIVE, None, np.arange(self._next, self._next + len(out)))
-            found, sequence = _checked(table, self._facts, record)
-            made = record.commit(table, out)
-            self._held = {i: its for i, its in held.items() if i not in set(wanted)}
-            self._facts.apply(found, sequence)
-            self._next += len(out)
-            return made, len(out)
-
-        return self._change(make)
+        return self._change(lambda: commits.release(self._replica, wanted))
 
     def expire(self, now: datetime | float | None = None) -> int:
         """Delete the facts whose time is past, quarantined ones included; returns how many.
@@ -523,32 +382,19 @@ class DurableStore:
         now: a datetime with a time zone or seconds since 1970; the present for None. They never come back, whatever a
         clock says later.
         """
-        moment = _now() if now is None else _microsecond(now, "now")
-
-        def make(record: Record) -> tuple[Record, int]:
-            table = record.read(["sequence", "expires_at"], "expires_at IS NOT NULL")
-            out = table["sequence"].to_numpy()[table["expires_at"].cast("int64").to_numpy() <= moment]
-            if not len(out):
-                return record, 0
-            made = record.commit(None, out)
-            gone = set(out.tolist())
-            self._held = {i: its for i, its in self._held.items() if its[0] not in gone}
-            view = self._facts.view()
-            self._facts.apply(None, removed=np.flatnonzero(view.alive & np.isin(view.sequence, out)))
-            return made, len(out)
-
-        return self._change(make)
+        moment = moments.now() if now is None else moments.microsecond(now, "now")
+        return self._change(lambda: commits.expire(self._replica, moment))
 
     def refresh(self) -> bool:
         """See what other processes have committed, and take out what is past its time; whether anything changed."""
         with self._lock:
             self._check_open()
-            before = self._facts.version
-            record = self._record.newest()
-            changed = record is not self._record
-            self._with_newest(record, self._catch_up)
+            before = self.facts.version
+            record = self._replica.record.newest()
+            changed = record is not self._replica.record
+            self._replica.with_newest(record, self._replica.catch_up)
             self._expire_due()
-            return changed or self._facts.version != before
+            return changed or self.facts.version != before
 
     # The folder
 
@@ -562,8 +408,8 @@ class DurableStore:
         folder = self.path / SNAPSHOT
         with self._lock:
             self._check_open()
-            record, view, following = self._record, self._facts.view(), self._next
-        snapshot.write(folder, self._facts, view, record, following)
+            record, view, following = self._replica.record, self.facts.view(), self._replica.next_sequence
+        snapshot.write(folder, self.facts, view, record, following)
         with self._lock:
             self._snapshot_version = record.version
         if codes and len(view) >= WORTH_CODES:
@@ -580,15 +426,16 @@ class DurableStore:
             raise ValueError(f"keep: expected seconds of at least 0, got {keep!r}")
         self.expire()
 
-        self._change(lambda record: (record.compact(keep, self._alone), None))
+        replica = self._replica
+        self._change(lambda: replica.follow(replica.record.compact(keep, replica.alone)))
         self.snapshot()
         with self._lock:
-            if len(self._facts.view().alive) > len(self._facts):
+            if len(self.facts.view().alive) > len(self.facts):
                 found = self._from_snapshot()
                 if isinstance(found, Found):
                     found.close()
                     if found.version == self.version:
-                        self._facts.adopt(found.facts)
+                        self.facts.adopt(found.facts)
 
     def verify(self) -> str | None:
         """Wait until all of the snapshot that was opened is checked; what was wrong, None for nothing.
@@ -605,125 +452,46 @@ class DurableStore:
         if self._closed.is_set():
             raise ValueError(f"{self.path}: the store was closed")
 
-    def _change(self, make: Callable[[Record], tuple[Record, T]]) -> T:
-        """What `make` makes of the newest version, in a turn of its own; again where somebody else was quicker."""
-        from lance.commit import CommitConflictError
-
+    def _change(self, make: Callable[[], T]) -> T:
         with self._lock:
             self._check_open()
-            for attempt in range(_ATTEMPTS):
-                with contextlib.suppress(CommitConflictError), turn(self.path) as self._alone:
-                    self._with_newest(self._record.newest(), self._catch_up)
-                    record, result = make(self._record)
-                    self._record, self._version = record, record.version
-                    return result
-                time.sleep(random.uniform(0.0, 0.01 * 2 ** min(attempt, 6)))
-            raise OSError(f"{self.path}: expected a turn to write, others were quicker {_ATTEMPTS} times")
-
-    def _with_newest(self, record: Record, use: Callable[[Record], T]) -> T:
-        """Use a version; where another process has compacted it away meanwhile, the newer one."""
-        for _ in range(_ATTEMPTS):
-            try:
-                return use(record)
-            except (OSError, ValueError):
-                newer = Record.open(self.path / RECORD)
-                if newer.version == record.version:
-                    raise
-                record = newer
-        return use(record)
-
-    def _catch_up(self, record: Record) -> None:
-        """Take over what was committed after the version that the facts are equal to.
-
-        No number that was taken out ever comes back, and what is put in has a higher one than all before.
-        """
-        if record.version != self._version:
-            view = self._facts.view()
-            following = record.next_sequence()
-            first = max(self._next, int(view.sequence[-1]) + 1 if view.rows else 0)
-            live = record.read(["sequence"], f"status = '{LIVE}'")["sequence"].to_numpy()
-            gone = np.flatnonzero(view.alive & ~np.isin(view.sequence, live))
-            found = sequence = None
-            if len(live) and live.max() >= first:
-                table = record.read(None, f"status = '{LIVE}' AND sequence >= {first}")
-                found, sequence = _checked(table, self._facts, record)
-            held = _held(record)
-            self._facts.apply(found, sequence, gone)
-            self._held, self._next, self._version = held, following, record.version
-        self._record = record
+            return self._replica.change(make)
 
     def _fill(self) -> None:
         """The facts of the newest version, from the snapshot if it can be used."""
+        replica = self._replica
         found = self._from_snapshot()
-        if isinstance(found, str) and self._record.newest() is not self._record:  # it may be of a newer version
-            self._record = self._record.newest()
+        if isinstance(found, str) and replica.record.newest() is not replica.record:  # it may be of a newer version
+            replica.record = replica.record.newest()
             found = self._from_snapshot()
         if isinstance(found, str):
-            self._take(self._with_newest(self._record, self._rebuilt), in_place=False)
-            late = len(self._facts)
+            replica.reread(replica.record, in_place=False)
+            late = len(self.facts)
         else:
-            self._facts, self._next, self._version = found.facts, found.next_sequence, found.version
+            replica.facts, replica.next_sequence, replica.version = found.facts, found.next_sequence, found.version
             self._snapshot_version = found.version
-            if found.version == self._record.version:
-                self._held = self._with_newest(self._record, _held)
-            mapped = self._facts.view().rows
+            if found.version == replica.record.version:
+                replica.held = replica.with_newest(replica.record, quarantined)
+            mapped = self.facts.view().rows
             self._checking = threading.Thread(target=self._check, args=(found,), name="cdr-snapshot", daemon=True)
             self._checking.start()
-            self._with_newest(self._record, self._catch_up)
-            view = self._facts.view()
+            replica.with_newest(replica.record, replica.catch_up)
+            view = self.facts.view()
             late = (view.rows - mapped) + (view.rows - len(view))
         self._expire_due()
-        if late >= max(WORTH_SNAPSHOT, len(self._facts) // 8):
+        if late >= max(WORTH_SNAPSHOT, len(self.facts) // 8):
             with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written: the next open reads on
                 self.snapshot(codes=False)
                 found = self._from_snapshot()
                 if isinstance(found, Found):
                     found.close()
-                    if found.version == self._version:
-                        self._facts = found.facts
+                    if found.version == self.version:
+                        replica.facts = found.facts
 
     def _from_snapshot(self) -> Found | str:
-        return snapshot.load(self.path / SNAPSHOT, self._record, tokenizer=self._tokenizer, hash_key=self._hash_key)
-
-    def _empty(self) -> FactStore:
-        about = self._record.about
-        return FactStore(
-            self._record.dim,
-            embedding_model=about["embedding_model"],
-            dtype=about["dtype"],
-            tokenizer=self._tokenizer,
-            hash_key=self._hash_key,
+        return snapshot.load(
+            self.path / SNAPSHOT, self._replica.record, tokenizer=self._tokenizer, hash_key=self._hash_key
         )
-
-    def _take(self, rebuilt: _Rebuilt, *, in_place: bool) -> None:
-        """Be equal to what was rebuilt."""
-        if in_place:
-            self._facts.adopt(rebuilt.facts)
-        else:
-            self._facts = rebuilt.facts
-        self._record, self._version = rebuilt.record, rebuilt.record.version
-        self._next, self._held = rebuilt.next_sequence, rebuilt.held
-
-    def _rebuilt(self, record: Record) -> _Rebuilt:
-        """All facts of a version of the record."""
-        facts, total = self._empty(), record.count(LIVE)
-        record.check_unique()
-        if total >= _LONG_WORK:
-            say(f"{self.path}: reading {total:,} facts from the record, its snapshot is missing or does not fit")
-        with Progress("facts", total) as advance:
-            for batch in record.batches(f"status = '{LIVE}'"):
-                facts.apply(*_checked(batch, facts, record))
-                advance(batch.num_rows)
-        return _Rebuilt(facts, record.next_sequence(), _held(record), record)
-
-    @staticmethod
-    def _known(
-        wanted: Sequence[str], there: Callable[[str], bool], missing: str, what: str = "not in the store"
-    ) -> None:
-        absent = [i for i in wanted if not there(i)]
-        if absent and missing == "raise":
-            few = ", ".join(repr(i) for i in absent[:5]) + (f" and {len(absent) - 5} more" if absent[5:] else "")
-            raise KeyError(f"ids: {few} {what}")
 
     def _expire_due(self) -> None:
         """Take out what is past its time: of the record too where it can be written."""
@@ -732,10 +500,10 @@ class DurableStore:
             return
         with contextlib.suppress(OSError):  # a folder that is read only
             self.expire()
-        self._facts.apply(None, removed=self._due_rows())
+        self.facts.apply(None, removed=self._due_rows())
 
     def _due_rows(self) -> Int64:
-        return self._facts.view().rows_at_most(_EXPIRES, _now())
+        return self.facts.view().rows_at_most(EXPIRES, moments.now())
 
     def _check(self, found: Found) -> None:
         """Check every block of the snapshot that was mapped."""
@@ -762,7 +530,7 @@ class DurableStore:
         """Read all facts from the record in place of a damaged snapshot."""
         say(f"warning: {damage}; the facts are read from the record again")
         with self._lock:
-            self._take(self._with_newest(Record.open(self.path / RECORD), self._rebuilt), in_place=True)
+            self._replica.reread(Record.open(self.path / RECORD), in_place=True)
             self._snapshot_version = None
             with contextlib.suppress(OSError):
                 self.snapshot(codes=False)
@@ -771,216 +539,11 @@ class DurableStore:
         say(f"warning: {damage}; the codes are made again")
         with contextlib.suppress(OSError):
             snapshot.drop_codes(self.path / SNAPSHOT)
-        self._facts.renumber()
-
-
-class _Rebuilt(NamedTuple):
-    """What was read from a version of the record."""
-
-    facts: FactStore
-    next_sequence: int
-    held: dict[str, tuple[int, str | None]]
-    record: Record
+        self.facts.renumber()
 
 
 class _Closed(Exception):
     """The store was closed while its snapshot was checked."""
-
-
-def _opened(folder: Path) -> Record:
-    """The newest version of the record, past one that a power cut has torn before it was acknowledged."""
-    try:
-        return Record.open(folder / RECORD)
-    except (ValueError, OSError):
-        with turn(folder):
-            aside = lance_record.set_torn_aside(folder / RECORD)
-        if aside is None:
-            raise
-        say(
-            f"warning: {folder / RECORD}: set aside {aside}, whose end is missing, for the version before it: torn "
-            "before anybody was told of the commit, unless it was damaged since"
-        )
-        return Record.open(folder / RECORD)
-
-
-def check_new_folder(folder: Path) -> None:
-    """Raises FileExistsError unless a durable store may be made there: nothing yet, or an empty folder.
-
-    What a ``create`` that was killed has left counts as nothing.
-    """
-    if folder.is_dir() and is_durable(folder):
-        found = "a durable store"
-    elif any((folder / RECORD / "_versions").glob("*.torn")):
-        found = "a durable store that is damaged"
-    elif folder.is_dir() and {entry.name for entry in folder.iterdir()} - {LOCK, RECORD}:
-        found = "other files"
-    elif folder.exists() and not folder.is_dir():
-        found = "a file"
-    else:
-        return
-    raise FileExistsError(f"{folder}: expected a new or empty folder, found {found}")
-
-
-def _check_names(attributes: Iterable[str]) -> None:
-    for name in attributes:
-        if name in COLUMNS or "`" in str(name):
-            raise ValueError(
-                f"attributes: expected a name that is none of {', '.join(COLUMNS)} and has no backtick, got {name!r}"
-            )
-
-
-def is_durable(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a durable store."""
-    return lance_record.exists(Path(path) / RECORD)
-
-
-def _held(record: Record) -> dict[str, tuple[int, str | None]]:
-    """The quarantined facts of a version: sequence and reason."""
-    table = record.read(["id", "sequence", "reason"], f"status != '{LIVE}'")
-    columns = (table[name].to_pylist() for name in ("id", "sequence", "reason"))
-    return {i: (sequence, reason) for i, sequence, reason in zip(*columns, strict=True)}
-
-
-def _checked(table: Any, facts: FactStore, record: Record) -> tuple[Checked, Int64]:
-    """Rows of the record, a table or a batch, as the store takes them, in the order of their sequence numbers."""
-    import pyarrow as pa
-
-    table = table if isinstance(table, pa.Table) else pa.Table.from_batches([table])
-    table = table.sort_by("sequence").combine_chunks()
-    vectors = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
-    names = [name for name in record.attributes if name in table.schema.names]
-    found = facts.check(
-        table["id"].to_pylist(),
-        table["text"].to_pylist(),
-        np.concatenate([np.empty(0, facts.dtype), *vectors]).reshape(-1, facts.dim),
-        table["importance"].to_numpy(),
-        table["source"].to_pylist(),
-        table["position"].to_pylist(),
-        {name: table[name].to_pylist() for name in names},
-    )
-    expiries = table["expires_at"].cast("int64").to_pylist()
-    if any(moment is not None for moment in expiries):
-        found = found._replace(attributes={**found.attributes, _EXPIRES: (int, expiries)})
-    return found, table["sequence"].to_numpy()
-
-
-def _table(
-    record: Record,
-    found: Checked,
-    sequence: Int64,
-    held: Sequence[str | None],
-    added_at: Sequence[int] | None = None,
-) -> Any:
-    """Rows for the record. held: of each fact the reason it is quarantined for, None where it is not."""
-    import pyarrow as pa
-
-    schema, m = record.schema, len(found.ids)
-    stamp = schema.field("added_at").type
-    embedding = schema.field("embedding").type
-    values = pa.array(np.ascontiguousarray(found.embeddings).reshape(-1), embedding.value_type)
-    nothing: list[Any] = [None] * m
-    columns: dict[str, Any] = {
-        "id": found.ids,
-        "sequence": sequence,
-        "text": found.texts,
-        "source": found.sources,
-        "position": [None if position < 0 else position for position in found.positions.tolist()],
-        "importance": found.importance,
-        "added_at": pa.array([_now()] * m if added_at is None else added_at, pa.int64()).cast(stamp),
-        "expires_at": pa.array(found.attributes.get(_EXPIRES, (int, nothing))[1], pa.int64()).cast(stamp),
-        "status": [LIVE if reason is None else QUARANTINED for reason in held],
-        "reason": [reason or None for reason in held],
-        "embedding": pa.FixedSizeListArray.from_arrays(values, embedding.list_size),
-    }
-    arrays = []
-    for field in schema:
-        given = columns.get(field.name)
-        if given is None:
-            given = found.attributes.get(field.name, (None, nothing))[1]
-        arrays.append(given if isinstance(given, pa.Array) else pa.array(given, field.type))
-    return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _restated(record: Record, sequence: Int64, status: str, reason: str | None, renumbered: Int64 | None = None) -> Any:
-    """The rows of these sequence numbers under a status, with other numbers where they are given."""
-    import pyarrow as pa
-
-    wanted = ",".join(map(str, sequence.tolist()))
-    table = record.read(None, f"sequence IN ({wanted})").sort_by("sequence")
-    m = table.num_rows
-    columns: dict[str, Any] = {"status": [status] * m, "reason": [reason] * m}
-    if renumbered is not None:
-        columns["sequence"] = renumbered[np.argsort(sequence)]
-    for name, values in columns.items():
-        field = record.schema.field(name)
-        table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
-    return table.sort_by("sequence")
-
-
-def _of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
-    """Facts of another store, as this one takes them."""
-    facts = view.facts(rows)
-    names = view.attribute_names
-    return store.check(
-        [fact.id for fact in facts],
-        [fact.text for fact in facts],
-        view.take(rows),
-        [fact.importance for fact in facts],
-        [fact.source for fact in facts],
-        [fact.position for fact in facts],
-        {name: [fact.attributes.get(name) for fact in facts] for name in names},
-    )
-
-
-@contextlib.contextmanager
-def _building(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder beside the one that is wanted, which takes its name when the block ends well and else goes."""
-    folder = Path(path)
-    check_new_folder(folder)
-    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
-    try:
-        yield draft
-        check_new_folder(folder)
-        shutil.rmtree(folder, ignore_errors=True)  # what a `create` that was killed has left
-        draft.rename(folder)
-        sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
-def _subset(found: Checked, keep: Int64) -> Checked:
-    """The facts of these positions."""
-    if len(keep) == len(found.ids):
-        return found
-    columns: Attributes = {name: (kind, [v[i] for i in keep]) for name, (kind, v) in found.attributes.items()}
-    return Checked(
-        [found.ids[i] for i in keep],
-        [found.texts[i] for i in keep],
-        found.embeddings[keep],
-        found.squared_norms[keep],
-        found.importance[keep],
-        [found.sources[i] for i in keep],
-        found.positions[keep],
-        take_tokens((found.tokens,), keep),
-        columns,
-        None,
-        found.skipped,
-    )
-
-
-def _check_text(found: Checked) -> None:
-    """Raises ValueError for strings that no UTF-8 can hold."""
-    columns = {"ids": found.ids, "texts": found.texts, "source": [s for s in found.sources if s is not None]}
-    for name, (kind, values) in found.attributes.items():
-        if kind is str:
-            columns[f"attributes[{name!r}]"] = [str(value) for value in values if value is not None]
-    for name, strings in columns.items():
-        for value in strings:
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"{name}: expected text without lone surrogates, got {value[:80]!r}") from None
 
 
 def _ids(ids: Iterable[str]) -> list[str]:
@@ -991,29 +554,3 @@ def _ids(ids: Iterable[str]) -> list[str]:
         if not isinstance(i, str):
             raise TypeError(f"ids: expected str, got {type(i).__name__}")
     return wanted
-
-
-def _now() -> int:
-    return time.time_ns() // 1000
-
-
-def _microsecond(moment: object, where: str) -> int:
-    """A moment as microseconds since 1970."""
-    if isinstance(moment, datetime):
-        if moment.tzinfo is None:
-            raise ValueError(f"{where}: expected a time with its zone, got {moment.isoformat()} without")
-        return round((moment - datetime(1970, 1, 1, tzinfo=UTC)) / timedelta(microseconds=1))
-    if isinstance(moment, bool) or not isinstance(moment, int | float | np.integer | np.floating):
-        raise TypeError(f"{where}: expected a datetime, seconds since 1970 or None, got {type(moment).__name__}")
-    if not 0.0 <= moment <= _LATEST:
-        raise ValueError(f"{where}: expected 0 to {_LATEST} seconds since 1970, got {moment}")
-    return round(moment * 10**6)
-
-
-def _microseconds(moments: Sequence[datetime | float | None] | None, m: int) -> list[int | None]:
-    if moments is None:
-        return [None] * m
-    listed = list(moments)
-    if len(listed) != m:
-        raise ValueError(f"expires_at: expected {m} entries (one per id), got {len(listed)}")
-    return [None if each is None else _microsecond(each, f"expires_at[{i}]") for i, each in enumerate(listed)]

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows, take_rows
 from cdr_kernel.attributes import KINDS, Attribute, Attributes, Value, Where, checked_attributes, chosen, where_key
+from cdr_kernel.checks import few
 from cdr_kernel.folder import LOCK, Kind, read_array, synced
 from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens, tokenize
 
@@ -111,6 +112,24 @@ class Checked(NamedTuple):
     attributes: Attributes
     sequence: Int64 | None
     skipped: tuple[str, ...]
+
+    def take(self, keep: Int64) -> Checked:
+        """The facts of these positions."""
+        if len(keep) == len(self.ids):
+            return self
+        return Checked(
+            [self.ids[i] for i in keep],
+            [self.texts[i] for i in keep],
+            self.embeddings[keep],
+            self.squared_norms[keep],
+            self.importance[keep],
+            [self.sources[i] for i in keep],
+            self.positions[keep],
+            take_tokens((self.tokens,), keep),
+            {name: (kind, [values[i] for i in keep]) for name, (kind, values) in self.attributes.items()},
+            None if self.sequence is None else self.sequence[keep],
+            self.skipped,
+        )
 
 
 class _Strings(Sequence[str]):
@@ -621,7 +640,7 @@ class FactStore:
             rows = self._rows()
             missing = [i for i in wanted if i not in rows]
             if missing:
-                raise KeyError(f"ids: {_few(missing)} not in the store")
+                raise KeyError(f"ids: {few(missing)} not in the store")
             return self._view.facts([rows[i] for i in wanted])
 
     def rows_of(self, ids: Iterable[str]) -> Int64:
@@ -714,13 +733,13 @@ class FactStore:
         if len(set(names)) != m:
             seen: set[str] = set()
             twice = [i for i in names if i in seen or seen.add(i)]  # type: ignore[func-returns-value]  # add() is None
-            raise ValueError(f"ids: {_few(twice)} more than once in one call")
+            raise ValueError(f"ids: {few(twice)} more than once in one call")
         rows, norms, flags = self._cast(embeddings, m)
         bad = np.flatnonzero(flags)
         if len(bad) and on_invalid == "raise":
             what = "not finite" if flags[bad[0]] == 1 else "all zeros"
             raise ValueError(
-                f"embeddings: {what} as {self.dtype.name}: {_few([names[i] for i in bad])} "
+                f"embeddings: {what} as {self.dtype.name}: {few([names[i] for i in bad])} "
                 "(on_invalid='skip' leaves such facts out)"
             )
         keep = np.flatnonzero(flags == 0)
@@ -739,7 +758,7 @@ class FactStore:
             known = self._rows()
             old = [i for i in found.ids if i in known]
             if old and not replace:
-                raise ValueError(f"ids: {_few(old)} in the store already (upsert replaces)")
+                raise ValueError(f"ids: {few(old)} in the store already (upsert replaces)")
             if not found.ids:
                 return Added(0, found.skipped)
             if found.sequence is not None and found.sequence[0] < self._next_sequence:
@@ -834,7 +853,7 @@ class FactStore:
             known = self._rows()
             absent = [i for i in wanted if i not in known]
             if absent and missing == "raise":
-                raise KeyError(f"ids: {_few(absent)} not in the store")
+                raise KeyError(f"ids: {few(absent)} not in the store")
             rows = [known[i] for i in wanted if i in known]
             self.apply(None, removed=rows)
         return len(rows)
@@ -1140,10 +1159,6 @@ def check_store_folder(folder: Path) -> None:
         found = None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
-
-
-def _few(ids: Sequence[str]) -> str:
-    return ", ".join(repr(i) for i in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
 
 
 def _strings(values: Any, name: str, optional: bool = False) -> list[Any]:

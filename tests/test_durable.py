@@ -27,6 +27,8 @@ from cdr_kernel import (
     cdr_rank,
     durable,
     exchange,
+    moments,
+    replica,
     snapshot,
 )
 from cdr_kernel.durable import DurableStore
@@ -188,7 +190,7 @@ def test_a_fact_past_its_time_is_gone_for_good(store, monkeypatch):
     other = DurableStore.open(store.path)
     assert store.expire() == 0
     clock = now + 1500
-    monkeypatch.setattr(durable, "_now", lambda: int(clock * 10**6))
+    monkeypatch.setattr(moments, "now", lambda: int(clock * 10**6))
     assert other.refresh()
     assert other.facts.ids == ["b", "c"]
     assert other.quarantined() == {}
@@ -212,7 +214,7 @@ def test_expired_facts_are_out_where_nothing_can_be_written(store, monkeypatch):
     def refused(*_, **__):
         raise PermissionError(13, "Permission denied", "save.lock")
 
-    monkeypatch.setattr(durable, "turn", refused)
+    monkeypatch.setattr(replica, "turn", refused)
     time.sleep(0.06)
     version = store.version
     with DurableStore.open(store.path) as again:
@@ -473,7 +475,7 @@ def test_a_snapshot_that_cannot_be_written_harms_nothing(big, monkeypatch):
 def test_an_open_that_had_much_to_read_leaves_a_snapshot(big, monkeypatch):
     shutil.rmtree(big.path / "snapshot")
     monkeypatch.setattr(durable, "WORTH_SNAPSHOT", 10)
-    monkeypatch.setattr(durable, "_LONG_WORK", 10)
+    monkeypatch.setattr(replica, "_LONG_WORK", 10)
     with DurableStore.open(big.path) as first:
         assert first.facts.path == big.path / "snapshot"
         assert contents(first.facts) == contents(big.facts)
@@ -506,7 +508,7 @@ def test_codes_are_saved_with_a_snapshot_and_checked(folder, capsys):
 
 def test_writers_without_a_lock_lose_nothing(folder, monkeypatch):
     """On a mount that knows no locks Lance's own check of commits is all there is."""
-    monkeypatch.setattr(durable, "turn", lambda path: contextlib.nullcontext(False))
+    monkeypatch.setattr(replica, "turn", lambda path: contextlib.nullcontext(False))
     DurableStore.create(folder, DIM, embedding_model=MODEL).close()
     errors = []
 
@@ -531,7 +533,7 @@ def test_writers_without_a_lock_lose_nothing(folder, monkeypatch):
         expected = {f"{n}-{i}-{j}" for n in "abc" for i in range(6) for j in range(3)}
         assert set(store.facts.ids) == expected - {f"{n}-{i}-1" for n in "abc" for i in (2, 5)}
         assert len(set(store.facts.view().sequence.tolist())) == store.facts.view().rows
-        store._record.check_unique()
+        store._replica.record.check_unique()
 
 
 def test_threads_share_one_store(store):

@@ -1,0 +1,74 @@
+"""The folder of a durable store: what is in it, whether one may be made there, and the way to its newest version."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from cdr_kernel import lance_record
+from cdr_kernel.folder import LOCK, sync_folder, turn
+from cdr_kernel.lance_record import Record
+from cdr_kernel.terminal import say
+
+RECORD = "facts.lance"
+SNAPSHOT = "snapshot"
+
+
+def is_durable(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a durable store."""
+    return lance_record.exists(Path(path) / RECORD)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises FileExistsError unless a durable store may be made there: nothing yet, or an empty folder.
+
+    What a ``create`` that was killed has left counts as nothing.
+    """
+    if folder.is_dir() and is_durable(folder):
+        found = "a durable store"
+    elif any((folder / RECORD / "_versions").glob("*.torn")):
+        found = "a durable store that is damaged"
+    elif folder.is_dir() and {entry.name for entry in folder.iterdir()} - {LOCK, RECORD}:
+        found = "other files"
+    elif folder.exists() and not folder.is_dir():
+        found = "a file"
+    else:
+        return
+    raise FileExistsError(f"{folder}: expected a new or empty folder, found {found}")
+
+
+@contextlib.contextmanager
+def building(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder beside the one that is wanted, which takes its name when the block ends well and else goes."""
+    folder = Path(path)
+    check_new_folder(folder)
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    try:
+        yield draft
+        check_new_folder(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # what a `create` that was killed has left
+        draft.rename(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def newest_record(folder: Path) -> Record:
+    """The newest version of the record, past one that a power cut has torn before it was acknowledged."""
+    try:
+        return Record.open(folder / RECORD)
+    except (ValueError, OSError):
+        with turn(folder):
+            aside = lance_record.set_torn_aside(folder / RECORD)
+        if aside is None:
+            raise
+        say(
+            f"warning: {folder / RECORD}: set aside {aside}, whose end is missing, for the version before it: torn "
+            "before anybody was told of the commit, unless it was damaged since"
+        )
+        return Record.open(folder / RECORD)

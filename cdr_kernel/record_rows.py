@@ -1,0 +1,130 @@
+"""Facts as rows of the record, and back.
+
+A row has what the store keeps of a fact, its sequence number, when it was added and expires, and whether it is
+quarantined. What the record cannot hold is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cdr_kernel import moments
+from cdr_kernel.arrays import Int64
+from cdr_kernel.lance_record import COLUMNS, LIVE, QUARANTINED, Record
+from cdr_kernel.store import Checked, FactStore
+
+EXPIRES = "_expires_at"
+"""The column of the store in memory that holds when a fact expires: microseconds since 1970."""
+
+
+def to_rows(
+    record: Record,
+    found: Checked,
+    sequence: Int64,
+    held: Sequence[str | None],
+    added_at: Sequence[int] | None = None,
+) -> Any:
+    """A table of rows for the record.
+
+    held: of each fact the reason it is quarantined for, None where it is not. added_at: [M] microseconds since 1970,
+    the present for None.
+    """
+    import pyarrow as pa
+
+    schema, m = record.schema, len(found.ids)
+    stamp = schema.field("added_at").type
+    embedding = schema.field("embedding").type
+    values = pa.array(np.ascontiguousarray(found.embeddings).reshape(-1), embedding.value_type)
+    nothing: list[Any] = [None] * m
+    columns: dict[str, Any] = {
+        "id": found.ids,
+        "sequence": sequence,
+        "text": found.texts,
+        "source": found.sources,
+        "position": [None if position < 0 else position for position in found.positions.tolist()],
+        "importance": found.importance,
+        "added_at": pa.array([moments.now()] * m if added_at is None else added_at, pa.int64()).cast(stamp),
+        "expires_at": pa.array(found.attributes.get(EXPIRES, (int, nothing))[1], pa.int64()).cast(stamp),
+        "status": [LIVE if reason is None else QUARANTINED for reason in held],
+        "reason": [reason or None for reason in held],
+        "embedding": pa.FixedSizeListArray.from_arrays(values, embedding.list_size),
+    }
+    arrays = []
+    for field in schema:
+        given = columns.get(field.name)
+        if given is None:
+            given = found.attributes.get(field.name, (None, nothing))[1]
+        arrays.append(given if isinstance(given, pa.Array) else pa.array(given, field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def from_rows(table: Any, facts: FactStore, record: Record) -> tuple[Checked, Int64]:
+    """Rows of the record, a table or a batch, as the store takes them, in the order of their sequence numbers."""
+    import pyarrow as pa
+
+    table = table if isinstance(table, pa.Table) else pa.Table.from_batches([table])
+    table = table.sort_by("sequence").combine_chunks()
+    vectors = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
+    names = [name for name in record.attributes if name in table.schema.names]
+    found = facts.check(
+        table["id"].to_pylist(),
+        table["text"].to_pylist(),
+        np.concatenate([np.empty(0, facts.dtype), *vectors]).reshape(-1, facts.dim),
+        table["importance"].to_numpy(),
+        table["source"].to_pylist(),
+        table["position"].to_pylist(),
+        {name: table[name].to_pylist() for name in names},
+    )
+    expiries = table["expires_at"].cast("int64").to_pylist()
+    if any(moment is not None for moment in expiries):
+        found = found._replace(attributes={**found.attributes, EXPIRES: (int, expiries)})
+    return found, table["sequence"].to_numpy()
+
+
+def restated(record: Record, sequence: Int64, status: str, reason: str | None, renumbered: Int64 | None = None) -> Any:
+    """The rows of these sequence numbers under a status, with other numbers where they are given."""
+    import pyarrow as pa
+
+    wanted = ",".join(map(str, sequence.tolist()))
+    table = record.read(None, f"sequence IN ({wanted})").sort_by("sequence")
+    m = table.num_rows
+    columns: dict[str, Any] = {"status": [status] * m, "reason": [reason] * m}
+    if renumbered is not None:
+        columns["sequence"] = renumbered[np.argsort(sequence)]
+    for name, values in columns.items():
+        field = record.schema.field(name)
+        table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+    return table.sort_by("sequence")
+
+
+def quarantined(record: Record) -> dict[str, tuple[int, str | None]]:
+    """The quarantined facts of a version: sequence and reason."""
+    table = record.read(["id", "sequence", "reason"], f"status != '{LIVE}'")
+    columns = (table[name].to_pylist() for name in ("id", "sequence", "reason"))
+    return {i: (sequence, reason) for i, sequence, reason in zip(*columns, strict=True)}
+
+
+def check_names(attributes: Iterable[str]) -> None:
+    """Raises ValueError for names that the record has for itself or cannot have."""
+    for name in attributes:
+        if name in COLUMNS or "`" in str(name):
+            raise ValueError(
+                f"attributes: expected a name that is none of {', '.join(COLUMNS)} and has no backtick, got {name!r}"
+            )
+
+
+def check_text(found: Checked) -> None:
+    """Raises ValueError for strings that no UTF-8 can hold."""
+    columns = {"ids": found.ids, "texts": found.texts, "source": [s for s in found.sources if s is not None]}
+    for name, (kind, values) in found.attributes.items():
+        if kind is str:
+            columns[f"attributes[{name!r}]"] = [str(value) for value in values if value is not None]
+    for name, strings in columns.items():
+        for value in strings:
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name}: expected text without lone surrogates, got {value[:80]!r}") from None

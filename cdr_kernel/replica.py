@@ -1,0 +1,130 @@
+"""The facts in memory that are equal to one version of a record, and the turn in which a writer takes both further."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import numpy as np
+
+from cdr_kernel.arrays import Int64
+from cdr_kernel.folder import turn
+from cdr_kernel.lance_record import LIVE, Record
+from cdr_kernel.ngram import HashKey, Tokenizer
+from cdr_kernel.record_rows import from_rows, quarantined
+from cdr_kernel.store import Checked, FactStore
+from cdr_kernel.terminal import Progress, say
+
+T = TypeVar("T")
+
+_ATTEMPTS = 50
+_LONG_WORK = 100_000  # facts from which reading them is said on standard error
+
+
+class Replica:
+    """The facts of one version of a record, and what goes with them. Threads of one process take turns outside.
+
+    record: the version that was last looked at. facts: the live ones of ``version``, which is the record's but while it
+    catches up. held: the quarantined ones, with sequence and reason. next_sequence: what the next fact gets.
+    """
+
+    def __init__(self, record: Record, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
+        about = record.about
+        self.folder = record.path.parent
+        self.record = record
+        self.facts = FactStore(
+            record.dim,
+            embedding_model=about["embedding_model"],
+            dtype=about["dtype"],
+            tokenizer=tokenizer,
+            hash_key=hash_key,
+        )
+        self.version = record.version
+        self.held: dict[str, tuple[int, str | None]] = {}
+        self.next_sequence = 0
+        self.alone = False  # whether the turn that is taken keeps other processes out
+
+    def change(self, make: Callable[[], T]) -> T:
+        """What `make` commits on top of the newest version, in a turn of its own; again where others were quicker."""
+        from lance.commit import CommitConflictError
+
+        for attempt in range(_ATTEMPTS):
+            with contextlib.suppress(CommitConflictError), turn(self.folder) as self.alone:
+                self.with_newest(self.record.newest(), self.catch_up)
+                return make()
+            time.sleep(random.uniform(0.0, 0.01 * 2 ** min(attempt, 6)))
+        raise OSError(f"{self.folder}: expected a turn to write, others were quicker {_ATTEMPTS} times")
+
+    def follow(
+        self,
+        record: Record,
+        found: Checked | None = None,
+        sequence: Int64 | None = None,
+        removed: Iterable[int] = (),
+        *,
+        held: dict[str, tuple[int, str | None]] | None = None,
+        next_sequence: int | None = None,
+    ) -> None:
+        """Be equal to a later version of the record, which differs by these facts.
+
+        found, sequence, removed: as for `FactStore.apply`. held, next_sequence: as they are now, None where they stay.
+        """
+        self.facts.apply(found, sequence, removed)
+        self.held = self.held if held is None else held
+        self.next_sequence = self.next_sequence if next_sequence is None else next_sequence
+        self.record, self.version = record, record.version
+
+    def catch_up(self, record: Record) -> None:
+        """Take over what was committed after the version that the facts are equal to.
+
+        No number that was taken out ever comes back, and what is put in has a higher one than all before.
+        """
+        if record.version == self.version:
+            self.record = record
+            return
+        view = self.facts.view()
+        following = record.next_sequence()
+        first = max(self.next_sequence, int(view.sequence[-1]) + 1 if view.rows else 0)
+        live = record.read(["sequence"], f"status = '{LIVE}'")["sequence"].to_numpy()
+        gone = np.flatnonzero(view.alive & ~np.isin(view.sequence, live))
+        found = sequence = None
+        if len(live) and live.max() >= first:
+            table = record.read(None, f"status = '{LIVE}' AND sequence >= {first}")
+            found, sequence = from_rows(table, self.facts, record)
+        self.follow(record, found, sequence, gone, held=quarantined(record), next_sequence=following)
+
+    def reread(self, record: Record, *, in_place: bool) -> None:
+        """Read all facts of a version, or of a newer one. in_place: whether those who hold `facts` see them."""
+        facts, held, following, record = self.with_newest(record, self._read)
+        if in_place:
+            self.facts.adopt(facts)
+        else:
+            self.facts = facts
+        self.held, self.next_sequence = held, following
+        self.record, self.version = record, record.version
+
+    def _read(self, record: Record) -> tuple[FactStore, dict[str, tuple[int, str | None]], int, Record]:
+        facts, total = self.facts.empty(), record.count(LIVE)
+        record.check_unique()
+        if total >= _LONG_WORK:
+            say(f"{self.folder}: reading {total:,} facts from the record, its snapshot is missing or does not fit")
+        with Progress("facts", total) as advance:
+            for batch in record.batches(f"status = '{LIVE}'"):
+                facts.apply(*from_rows(batch, facts, record))
+                advance(batch.num_rows)
+        return facts, quarantined(record), record.next_sequence(), record
+
+    def with_newest(self, record: Record, use: Callable[[Record], T]) -> T:
+        """Use a version; where another process has compacted it away meanwhile, the newer one."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return use(record)
+            except (OSError, ValueError):
+                newer = Record.open(record.path)
+                if newer.version == record.version:
+                    raise
+                record = newer
+        return use(record)
