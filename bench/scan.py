@@ -245,6 +245,7 @@ def peers(work: Work) -> list[Peer]:
         "usearch_exact": _usearch,
         "reference": _reference,
         "crprotocol": _crprotocol,
+        "device_rank": _device,
     }.items():
         gc.collect()
         try:
@@ -414,6 +415,25 @@ def _crprotocol(work: Work) -> Peer:
     return Peer(
         "crprotocol", Times((once(rank) * len(work.rows) / len(facts),)), f"extrapolated from {len(facts)} facts"
     )
+
+
+def _device(work: Work) -> Peer:
+    """cdr_rank by a retriever of kind "device" on a GPU, whose answers are the scan's to the last bit."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Peer("device_rank", None, "no CUDA device")
+    device = Retriever(work.store, "device")
+    device.prepare()
+
+    def rank(i: int, retriever: Retriever = device) -> Any:
+        return cdr_rank(work.queries[i], retriever, work.session(i), k=work.k)
+
+    for i in range(work.timed):
+        exact, found = rank(i, work.retriever), rank(i)
+        if exact.ids != found.ids or exact.score.tobytes() != found.score.tobytes():
+            raise SystemExit("device_rank: not the answer of the scan")
+    return Peer("device_rank", _timed(work, rank), torch.cuda.get_device_name())
 
 
 def main(argv: Sequence[str]) -> None:
