@@ -43,6 +43,12 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=1, help="Requests of a tenant at once; more get 429.")] = 128,
     max_batch: Annotated[int, typer.Option(min=1, help="Ranks that are made together.")] = 8,
     rank_threads: Annotated[int, typer.Option(min=1, help="Batches that are made at a time.")] = 2,
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda|cuda:1|...", help="Rank on this device; else a scan on the processor.")
+    ] = None,
+    device_dtype: Annotated[
+        str | None, typer.Option(metavar="float16|bfloat16|float32|int8", help="What it holds the rows in.")
+    ] = None,
     max_body_mb: Annotated[float, typer.Option(min=0.01, help="Largest request, MiB.")] = 16.0,
     deadline: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 30.0,
     session_ttl: Annotated[float, typer.Option(min=1.0, help="Seconds that a session stays unused.")] = 3600.0,
@@ -75,6 +81,8 @@ def serve(
         max_queue=max_queue,
         max_batch=max_batch,
         rank_threads=rank_threads,
+        device=device,
+        device_dtype=device_dtype,
         deadline_s=deadline,
         session_ttl_s=session_ttl,
         max_sessions=max_sessions,

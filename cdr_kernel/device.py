@@ -38,7 +38,7 @@ class DeviceRows:
     that of the store (float32 for float64). Whatever it is, answers stay exact: the distance of each row as held from
     the row as stored is measured and becomes part of its bound. memory: bytes of rows on the device; what is beyond
     stays in pinned host memory in the same dtype, and is streamed block by block in every pass, copies beside
-    computation. None: everything on the device.
+    computation. None: everything on the device. ValueError for a dtype or a device that is not there.
 
     Threads may share one. ``release()`` gives the memory back; views that are still held keep what they use.
     """
@@ -50,7 +50,12 @@ class DeviceRows:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPES)} or None, got {dtype!r}")
         if memory is not None and memory < 0:
             raise ValueError(f"memory: expected a number of bytes or None, got {memory!r}")
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device: {str(error).splitlines()[0]}") from None
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: torch {torch.__version__} finds no CUDA device here, got {str(device)!r}")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.memory = memory

@@ -159,6 +159,14 @@ def test_bad_arguments_say_what_was_expected():
         DeviceRows("cpu", dtype="float8")
     with pytest.raises(ValueError, match="memory: expected"):
         DeviceRows("cpu", memory=-1)
+    with pytest.raises(ValueError, match=r"device: .*nowhere"):
+        DeviceRows("nowhere")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there():
+    with pytest.raises(ValueError, match="finds no CUDA device here, got 'cuda:1'"):
+        DeviceRows("cuda:1")
 
 
 def test_threads_share_one():

@@ -119,6 +119,19 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
         assert headers == {k.lower(): v for k, v in crp_headers(envelope, own, exit).items()}
 
 
+def test_a_server_that_ranks_on_a_device_answers_the_same(tmp_path):
+    make_store().save(tmp_path / "s")
+    own, retriever = same_session(), Retriever(make_store())
+    with serving(tmp_path / "s", device="cpu", device_dtype="float16") as client:
+        sid = created(client)
+        for window in range(2):
+            answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=6))
+            assert answer.status_code == 200, answer.text
+            agrees(answer.json(), cdr_rank(query(), retriever, own, k=6))
+            client.post(f"/v1/sessions/{sid}/update", json=update([f"s{window}"], output="red green"))
+            own.update(WindowReport(0.2, (f"s{window}",)), "red green", embedding_model=MODEL)
+
+
 def test_json_and_msgpack_say_the_same(client):
     sid = created(client)
     plain = client.post(f"/v1/sessions/{sid}/rank", json=rank())

@@ -42,6 +42,7 @@ def test_elsewhere_needs_keys_or_a_word(host, tmp_path):
         ({"deadline_s": float("nan")}, ValueError),
         ({"drain_s": float("inf")}, ValueError),
         ({"token_key": b"short"}, ValueError),
+        ({"device_dtype": "float16"}, ValueError),
     ],
 )
 def test_bad_settings(setting, error):

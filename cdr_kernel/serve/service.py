@@ -27,7 +27,7 @@ from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.stores import Facts, open_facts
 from cdr_kernel.serve.tokens import Signer
 from cdr_kernel.serve.tracing import Tracing
-from cdr_kernel.store import EmbeddingModelMismatch
+from cdr_kernel.store import EmbeddingModelMismatch, FactStore
 
 T = TypeVar("T")
 
@@ -180,8 +180,10 @@ class Service:
         found = {}
         for name, folder in self.folders().items():
             facts = open_facts(folder, settings.hash_key)
-            retriever = Retriever(facts.facts, cache_bytes=settings.row_cache_bytes)
-            if len(facts.facts) >= WORTH_CODES:
+            retriever = self._retriever(facts.facts)
+            if settings.device is not None:
+                retriever.prepare()
+            elif len(facts.facts) >= WORTH_CODES:
                 retriever.codes(facts.facts.view())  # those that are saved beside the store, if any
                 retriever.prepare(self._go_on)
             "" in facts.facts  # noqa: B015  # indexes the ids now, not in the first request
@@ -207,6 +209,15 @@ class Service:
             self.watch(found[name])
         self.tenants = found
         self.state = READY
+
+    def _retriever(self, facts: FactStore) -> Retriever:
+        settings = self.settings
+        if settings.device is None:
+            return Retriever(facts, cache_bytes=settings.row_cache_bytes)
+        from cdr_kernel.device import DeviceRows
+
+        rows = DeviceRows(settings.device, dtype=settings.device_dtype)
+        return Retriever(facts, "device", cache_bytes=settings.row_cache_bytes, device_rows=rows)
 
     async def keep_fresh(self) -> None:
         """Look every now and then for what other processes have changed in durable stores, and for what is past its

@@ -31,6 +31,8 @@ class Settings:
     max_body: bytes of a request. max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that
     go into one `rank_many`, 1 for none. rank_threads: batches at a time. max_k: facts of one ranking. max_documents: of
     one rerank.
+    device: where rankings look at the rows: None for the scan on the processor, else a torch device such as "cuda",
+    which holds them in device_dtype (see `DeviceRows`; None: the store's). The answers are the same.
     deadline_s: seconds a request may take unless its CDR-Deadline-Ms says less.
     session_ttl_s: seconds since a session was last used. max_sessions, session_bytes: what sessions of one tenant may
     take in this process; the least recently used ones go first. row_cache_bytes: what rankings keep between windows,
@@ -58,6 +60,8 @@ class Settings:
     rank_threads: int = 2
     max_k: int = 10_000
     max_documents: int = 1_000
+    device: str | None = None
+    device_dtype: str | None = None
     deadline_s: float = 30.0
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000
@@ -87,6 +91,8 @@ class Settings:
                 raise ValueError(f"{item.name}: expected at least {low:g}, got {value!r}")
         if self.port > 65535:
             raise ValueError(f"port: expected at most 65535, got {self.port}")
+        if self.device_dtype is not None and self.device is None:
+            raise ValueError(f"device_dtype: expected a device too, got {self.device_dtype!r} alone")
         if self.token_key is not None and len(self.token_key) < 32:
             raise ValueError(f"token_key: expected at least 32 bytes, got {len(self.token_key)}")
         if self.keys is None and not self.open_to_all and not is_loopback(self.host):
