@@ -69,6 +69,6 @@ def newest_record(folder: Path) -> Record:
             raise
         say(
             f"warning: {folder / RECORD}: set aside {aside}, whose end is missing, for the version before it: torn "
-            "before anybody was told of the commit, unless it was damaged since"
+            "before anybody was told of the commit"
         )
         return Record.open(folder / RECORD)

@@ -37,6 +37,7 @@ _SOURCE_PLACE = re.compile(r"(, )?(\S*/)?\S+\.rs:\d+:\d+")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _BATCH = 65536
 _MANIFEST_END = b"LANC"
+_ACKNOWLEDGED = "_acknowledged"  # in the dataset: the newest version whose commit was on the disk
 _OTHERS_AT_WORK = 3600.0  # seconds for which a version may be read by a writer that no lock keeps out
 
 
@@ -335,13 +336,17 @@ class Record:
         for folder in ("_transactions", "_versions"):
             if (self.path / folder).is_dir():
                 sync_folder(self.path / folder)
+        # Not synced: where a power cut takes it, a damaged commit looks torn, and no commit waits for it.
+        with contextlib.suppress(OSError):
+            (self.path / _ACKNOWLEDGED).write_text(f"{dataset.version:020}")  # of one length, whoever else writes it
 
 
 def set_torn_aside(path: Path) -> str | None:
     """Rename the newest version if its manifest does not end as manifests do; returns its name.
 
     What was acknowledged was synced before, so this may be a commit that a power cut has torn and nobody was told of;
-    there is one at most, and never the only version. Nobody else may write meanwhile.
+    there is one at most, and never the only version. Nobody else may write meanwhile. Raises ValueError where the
+    version was acknowledged: then it is damaged.
     """
     manifests = sorted((path / "_versions").glob("*.manifest"))  # the newest first, as their names count down
     if len(manifests) < 2:
@@ -350,8 +355,21 @@ def set_torn_aside(path: Path) -> str | None:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(_MANIFEST_END)))
         if file.read() == _MANIFEST_END:
             return None
-    manifests[0].rename(manifests[0].with_suffix(".torn"))
-    return manifests[0].name
+    newest = manifests[0]
+    if _acknowledged(path) == 2**64 - 1 - int(newest.stem):
+        raise ValueError(
+            f"{newest}: damaged, its end was there when its commit was acknowledged: put it back from a copy, or "
+            "rename it to .torn to go on without that commit"
+        )
+    newest.rename(newest.with_suffix(".torn"))
+    return newest.name
+
+
+def _acknowledged(path: Path) -> int | None:
+    try:
+        return int((path / _ACKNOWLEDGED).read_text())
+    except (OSError, ValueError):  # a power cut may have left anything
+        return None
 
 
 def bytes_in(folder: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from durables import DIM, MODEL, add, contents, made
+from durables import DIM, MODEL, add, contents, made, reopened, vectors
 
 from cdr_kernel import EmbeddingModelMismatch
 from cdr_kernel.durable import DurableStore
@@ -56,7 +56,10 @@ def test_a_commit_that_a_power_cut_has_torn_is_set_aside(store, capsys, left):
     """Its manifest was renamed into place but never synced, so nobody was told of it."""
     add(store, ["a"])
     expected = contents(store.facts)
+    acknowledged = store.path / "facts.lance" / "_acknowledged"
+    told = acknowledged.read_bytes()
     add(store, ["b"])
+    acknowledged.write_bytes(told)
     (store.path / "snapshot").mkdir()
     manifest = min((store.path / "facts.lance" / "_versions").glob("*.manifest"))
     manifest.write_bytes(manifest.read_bytes()[:left])
@@ -66,6 +69,20 @@ def test_a_commit_that_a_power_cut_has_torn_is_set_aside(store, capsys, left):
         add(again, ["c"])
     with DurableStore.open(store.path) as third:
         assert third.facts.ids == ["a", "c"]
+
+
+@pytest.mark.parametrize("left", [0, -1])
+def test_a_commit_that_was_acknowledged_is_never_set_aside(store, left):
+    add(store, ["a"])
+    store.upsert(["a"], ["again"], vectors(1), attributes={"tenant": ["x"]})
+    manifest = min((store.path / "facts.lance" / "_versions").glob("*.manifest"))
+    good = manifest.read_bytes()
+    manifest.write_bytes(good[:left])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{manifest.name}: damaged, its end was there"):
+            DurableStore.open(store.path)
+    manifest.write_bytes(good)
+    assert reopened(store) == contents(store.facts)
 
 
 def test_a_record_that_is_damaged_otherwise_is_an_error(store):
@@ -83,6 +100,7 @@ def test_only_the_newest_version_may_be_torn_and_a_damaged_store_is_not_made_ane
     manifests = list((store.path / "facts.lance" / "_versions").glob("*.manifest"))
     for manifest in manifests:
         manifest.write_bytes(manifest.read_bytes() + b"\n")  # Lance panics at these
+    (store.path / "facts.lance" / "_acknowledged").write_text("")  # as a power cut may leave it
     for _ in range(2):
         with pytest.raises((ValueError, OSError)):
             DurableStore.open(store.path)
