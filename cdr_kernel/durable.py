@@ -117,7 +117,21 @@ class DurableStore:
         that are past their time are taken out. Raises FileNotFoundError where there is no durable store, ValueError
         for a damaged one or one of a later format, ImportError without the extra `store`.
         """
-        folder = Path(path)
+        store = cls._open(Path(path), embedding_model, tokenizer, hash_key)
+        if verify:
+            store.verify()
+        return store
+
+    @classmethod
+    def _open(
+        cls,
+        folder: Path,
+        embedding_model: str | None,
+        tokenizer: Tokenizer | None,
+        hash_key: HashKey | None,
+        *,
+        new: bool = False,
+    ) -> DurableStore:
         if not is_durable(folder):
             what = f"expected {RECORD}"
             if (folder / "manifest.json").is_file():
@@ -135,9 +149,7 @@ class DurableStore:
                     f"{folder}: the texts were hashed with {what} {about[name]!r}, got {own!r}: pass {name}="
                 )
         with store._lock:  # the check of the snapshot that this starts waits with putting anything right
-            store._fill()
-        if verify:
-            store.verify()
+            store._fill(new)
         return store
 
     @classmethod
@@ -154,7 +166,7 @@ class DurableStore:
         about: dict[str, Any] = {"embedding_model": facts.embedding_model, "dtype": facts.dtype.name, **hasher}
         with building(path) as draft, cls.create(draft, facts.dim, **about) as store:
             copies.facts_into(store._replica.record, store.facts, facts, advance)
-        return cls.open(path, **hasher)
+        return cls._open(Path(path), None, **hasher, new=True)
 
     def export(self, file: str | os.PathLike[str]) -> int:
         """Write all facts, quarantined ones included, to one safetensors file; returns how many.
@@ -191,7 +203,7 @@ class DurableStore:
             cls.create(draft, found.dim, embedding_model=model, dtype=dtype, **hasher) as store,
         ):
             copies.exchanged_into(store._replica.record, store.facts, found, advance)
-        return cls.open(path, **hasher)
+        return cls._open(Path(path), None, **hasher, new=True)
 
     # What there is
 
@@ -457,15 +469,16 @@ class DurableStore:
             self._check_open()
             return self._replica.change(make)
 
-    def _fill(self) -> None:
-        """The facts of the newest version, from the snapshot if it can be used."""
+    def _fill(self, new: bool) -> None:
+        """The facts of the newest version, from the snapshot if it can be used, which a new store does not have."""
         replica = self._replica
         found = self._from_snapshot()
         if isinstance(found, str) and replica.record.newest() is not replica.record:  # it may be of a newer version
             replica.record = replica.record.newest()
             found = self._from_snapshot()
         if isinstance(found, str):
-            replica.reread(replica.record, in_place=False)
+            why = None if new else "its snapshot is missing or does not fit"
+            replica.reread(replica.record, in_place=False, why=why)
             late = len(self.facts)
         else:
             replica.facts, replica.next_sequence, replica.version = found.facts, found.next_sequence, found.version

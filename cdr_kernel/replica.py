@@ -96,9 +96,12 @@ class Replica:
             found, sequence = from_rows(table, self.facts, record)
         self.follow(record, found, sequence, gone, held=quarantined(record), next_sequence=following)
 
-    def reread(self, record: Record, *, in_place: bool) -> None:
-        """Read all facts of a version, or of a newer one. in_place: whether those who hold `facts` see them."""
-        facts, held, following, record = self.with_newest(record, self._read)
+    def reread(self, record: Record, *, in_place: bool, why: str | None = None) -> None:
+        """Read all facts of a version, or of a newer one.
+
+        in_place: whether those who hold `facts` see them. why: said on standard error where it takes long.
+        """
+        facts, held, following, record = self.with_newest(record, lambda record: self._read(record, why))
         if in_place:
             self.facts.adopt(facts)
         else:
@@ -106,11 +109,13 @@ class Replica:
         self.held, self.next_sequence = held, following
         self.record, self.version = record, record.version
 
-    def _read(self, record: Record) -> tuple[FactStore, dict[str, tuple[int, str | None]], int, Record]:
+    def _read(
+        self, record: Record, why: str | None
+    ) -> tuple[FactStore, dict[str, tuple[int, str | None]], int, Record]:
         facts, total = self.facts.empty(), record.count(LIVE)
         record.check_unique()
-        if total >= _LONG_WORK:
-            say(f"{self.folder}: reading {total:,} facts from the record, its snapshot is missing or does not fit")
+        if why is not None and total >= _LONG_WORK:
+            say(f"{self.folder}: reading {total:,} facts from the record, {why}")
         with Progress("facts", total) as advance:
             for batch in record.batches(f"status = '{LIVE}'"):
                 facts.apply(*from_rows(batch, facts, record))

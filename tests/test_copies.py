@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from durables import DIM, MODEL, add, contents, made, snapshotted, vectors
 
-from cdr_kernel import FactStore, exchange
+from cdr_kernel import FactStore, exchange, replica
 from cdr_kernel.durable import DurableStore
 
 
@@ -89,3 +89,13 @@ def test_a_store_in_memory_becomes_durable(tmp_path):
         DurableStore.open(tmp_path / "new")
     with DurableStore.open(tmp_path / "new", hash_key=b"key") as again:
         assert again.facts.ids == ["c", "a", "d"]
+
+
+def test_nobody_is_told_that_a_new_store_has_no_snapshot(big, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(replica, "_LONG_WORK", 1)
+    DurableStore.from_facts(big.facts, tmp_path / "copied").close()
+    big.export(tmp_path / "f.safetensors")
+    DurableStore.from_export(tmp_path / "f.safetensors", tmp_path / "exchanged").close()
+    assert capsys.readouterr().err == ""
+    DurableStore.open(tmp_path / "copied").close()
+    assert "reading 296 facts from the record, its snapshot is missing" in capsys.readouterr().err
