@@ -31,13 +31,13 @@ def opened_store(path: Path) -> cdr_kernel.FactStore:
         raise FileError(f"{path}: expected a store, found one that cannot be read ({what})") from error
 
 
-def where_filter(pairs: Sequence[str] | None, view: cdr_kernel.StoreView) -> dict[str, list[Any]] | None:
-    """NAME=VALUE pairs as a filter, values as what the attribute holds."""
-    if not pairs:
-        return None
+def where_filter(
+    pairs: Sequence[str] | None, missing: Sequence[str] | None, view: cdr_kernel.StoreView
+) -> dict[str, list[Any]] | None:
+    """NAME=VALUE pairs as a filter, values as what the attribute holds, and names that may lack a value."""
     types = {"source": str, **view.attribute_types}
     wanted: dict[str, list[Any]] = {}
-    for pair in pairs:
+    for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or name not in types:
             what = f"expected NAME=VALUE with NAME one of {', '.join(sorted(types))}, got {pair!r}"
@@ -48,7 +48,12 @@ def where_filter(pairs: Sequence[str] | None, view: cdr_kernel.StoreView) -> dic
         except (KeyError, ValueError):
             raise typer.BadParameter(f"expected {kind.__name__}, got {pair!r}", param_hint="--where") from None
         wanted.setdefault(name, []).append(typed)
-    return wanted
+    for name in missing or ():
+        if name not in types:
+            what = f"expected one of {', '.join(sorted(types))}, got {name!r}"
+            raise typer.BadParameter(what, param_hint="--where-missing")
+        wanted.setdefault(name, []).append(None)
+    return wanted or None
 
 
 def check_source(embeddings: str | None, embed: str | None, model: str | None) -> None:

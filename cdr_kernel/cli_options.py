@@ -45,6 +45,10 @@ WhereOption = Annotated[
         metavar="NAME=VALUE", help="Only facts of this source or attribute; several of one name: any of them, else all."
     ),
 ]
+WhereMissingOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Only facts without this; with --where of the same name: those too."),
+]
 Windows = Annotated[int | None, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help="Windows at most (the task's).")]
 ReportOption = Annotated[
     Path | None,

@@ -9,7 +9,16 @@ import typer
 
 import cdr_kernel
 from cdr_kernel.cli_inputs import opened_store, query_vector, where_filter
-from cdr_kernel.cli_options import AsJson, EmbedOption, Gate, Kind, KindOption, StoreArgument, WhereOption
+from cdr_kernel.cli_options import (
+    AsJson,
+    EmbedOption,
+    Gate,
+    Kind,
+    KindOption,
+    StoreArgument,
+    WhereMissingOption,
+    WhereOption,
+)
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import read_vectors
@@ -41,6 +50,7 @@ def rank(
         typer.Option(metavar="ID", help="Explain this fact, and what would put it among the --k best."),
     ] = None,
     where: WhereOption = None,
+    where_missing: WhereMissingOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank a store's facts for one query, with the numbers behind every score."""
@@ -62,10 +72,10 @@ def rank(
         "first_window_pull": first_window_pull,
     }
     columns = cdr_kernel.Columns.spec(vector, **question)
-    if explain is not None and where:
-        raise typer.BadParameter("--explain looks at all facts: leave out --where")
-    retriever, view = cdr_kernel.Retriever(opened, kind.value), opened.view()
-    view = view.select(where_filter(where, view))
+    wanted = where_filter(where, where_missing, opened.view())
+    if explain is not None and wanted:
+        raise typer.BadParameter("--explain looks at all facts: leave out --where and --where-missing")
+    retriever, view = cdr_kernel.Retriever(opened, kind.value), opened.view().select(wanted)
     why = None
     if explain is not None:
         why = explain_vectors(vector, retriever, explain, max_facts=k, **question)
@@ -122,7 +132,7 @@ def rank(
         values = [f"{getattr(scores, name)[i]:.3f}" for name in columns_shown]
         table.add_row(str(i + 1), cell(fact.id), *values, cell(fact.text))
     show(table)
-    some = f", {len(view)} of them asked" if where else ""
+    some = f", {len(view)} of them asked" if wanted else ""
     gate_said = f"at or above the gate of {min_relevance:.12g}"
     show(f"{len(rows)} facts {gate_said}, the best {len(found)} shown ({len(opened)} in the store{some})")
 

@@ -21,6 +21,7 @@ from cdr_kernel.cli_options import (
     PerEnvelope,
     ReportOption,
     StoreArgument,
+    WhereMissingOption,
     WhereOption,
     Windows,
     no_nan,
@@ -188,6 +189,7 @@ def run(
         bool, typer.Option("--exclude-packed", help="Never pack a fact twice, as mode calibrated never does.")
     ] = False,
     where: WhereOption = None,
+    where_missing: WhereMissingOption = None,
     backward_summary: Annotated[
         bool, typer.Option("--backward-summary", help="Give a command the text of the earlier windows as well (§4.3).")
     ] = False,
@@ -234,7 +236,7 @@ def run(
     retriever = cdr_kernel.Retriever(opened, kind.value)
     per_envelope = k or chosen.k
     packing = (pack or (Pack.need if calibrated else Pack.greedy)).value
-    wanted = where_filter(where, opened.view())
+    wanted = where_filter(where, where_missing, opened.view())
     settings = {
         "mode": mode.value,
         "min_relevance": None if calibrated else cosine,

@@ -71,6 +71,41 @@ def test_filters_limit_a_ranking(files, tmp_path):
         assert "--where" in error("rank", tmp_path / "plain", "--query", files / "q.npy", "--where", pair, code=2)
 
 
+def test_filters_may_ask_for_what_is_missing(tmp_path):
+    lines = [
+        {"id": "a", "text": "a", "source": "s", "attributes": {"tenant": "x"}},
+        {"id": "b", "text": "b", "source": "s", "attributes": {"tenant": ""}},
+        {"id": "c", "text": "c", "source": "s"},
+        {"id": "d", "text": "d", "attributes": {"tenant": "y"}},
+    ]
+    (tmp_path / "f.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    np.save(tmp_path / "v.npy", np.eye(4))
+    np.save(tmp_path / "q.npy", np.ones(4))
+    invoke("index", tmp_path / "f.jsonl", "--embeddings", tmp_path / "v.npy", "--model", "toy", "-o", tmp_path / "s")
+    rank = ("rank", tmp_path / "s", "--query", tmp_path / "q.npy", "--min-relevance", "-1")
+    for options, expected in (
+        (["--where-missing", "tenant"], "c"),
+        (["--where-missing", "tenant", "--where", "tenant=x"], "ac"),
+        (["--where-missing", "tenant", "--where", "source=s"], "c"),
+        (["--where-missing", "source"], "d"),
+        (["--where-missing", "source", "--where-missing", "tenant"], ""),
+        (["--where", "tenant="], "b"),
+    ):
+        assert "".join(result["id"] for result in answer(*rank, *options)["results"]) == expected
+    assert "--where-missing: expected one of source, tenant, got 'year'" in error(
+        *rank, "--where-missing", "year", code=2
+    )
+    assert "leave out --where" in error(*rank, "--where-missing", "tenant", "--explain", "a", code=2)
+    task = {"id": "t", "query": "q", "sub_queries": [{"id": "s", "label": "s", "text": "s"}]}
+    (tmp_path / "t.json").write_text(json.dumps(task))
+    np.savez(tmp_path / "q.npz", **{"0:query": np.ones(4), "0:subs": np.ones((1, 4))})
+    run = ("run", tmp_path / "s", tmp_path / "t.json", "--vectors", tmp_path / "q.npz", "--writer", "extract")
+    invoke(*run, "--min-relevance", "-1", "--where-missing", "tenant", "-o", tmp_path / "run.json")
+    done = json.loads((tmp_path / "run.json").read_text())
+    assert done["settings"]["where"] == {"tenant": [None]}
+    assert {fact["id"] for window in done["windows"] for fact in window["facts"]} == {"c"}
+
+
 def test_attributes_of_bad_kinds_are_named(files, tmp_path):
     np.save(tmp_path / "v.npy", np.eye(2))
     vectors = ("--embeddings", tmp_path / "v.npy", "--model", "toy", "-o", tmp_path / "s")
