@@ -42,6 +42,31 @@ class Window:
     guarantee_holds: bool
     band: str | None
 
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        prompt: WindowPrompt,
+        ranking: Ranking,
+        output: str | None,
+        report: WindowReport | None,
+        exit: Exit,
+    ) -> Window:
+        """The window of a prompt, with what its envelope says in headers, of a session as it is after it."""
+        envelope = prompt.envelope
+        return cls(
+            number=prompt.window,
+            prompt=prompt,
+            ranking=ranking,
+            envelope=envelope,
+            output=output,
+            report=report,
+            exit=exit,
+            headers=crp_headers(envelope, session, exit),
+            guarantee_holds=guarantee_holds(envelope),
+            band=None if envelope.min_novelty is None else band(envelope.min_novelty),
+        )
+
 
 def run_windows(
     generate: Callable[[WindowPrompt], str],
@@ -94,17 +119,6 @@ def run_windows(
             session.update(report, output, envelope=envelope, embedding_model=retriever.store.embedding_model)
             outputs.append(output)
             exit = session.exit(report, envelope)
-        yield Window(
-            number=number,
-            prompt=prompt,
-            ranking=ranking,
-            envelope=envelope,
-            output=output,
-            report=report,
-            exit=exit,
-            headers=crp_headers(envelope, session, exit),
-            guarantee_holds=guarantee_holds(envelope),
-            band=None if envelope.min_novelty is None else band(envelope.min_novelty),
-        )
+        yield Window.of(session, prompt, ranking, output, report, exit)
         if exit.stop:
             return

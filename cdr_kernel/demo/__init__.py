@@ -15,7 +15,6 @@ import numpy as np
 from cdr_kernel.arrays import Float64
 from cdr_kernel.constants import CALIBRATED_GATE
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
-from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import pack_facts
 from cdr_kernel.rank import cdr_rank
 from cdr_kernel.record import RunRecord
@@ -141,18 +140,7 @@ def _by_relevance(query: Float64, retriever: Retriever, session: Session, k: int
             report = writer.assess(output)
             session.update(report, output, envelope=envelope)
             exit = session.exit()  # of the exits, relevance alone knows the limit of windows
-        yield Window(
-            number=number,
-            prompt=prompt,
-            ranking=ranking,
-            envelope=envelope,
-            output=output,
-            report=report,
-            exit=exit,
-            headers=crp_headers(envelope, session, exit),
-            guarantee_holds=guarantee_holds(envelope),
-            band=None if envelope.min_novelty is None else band(envelope.min_novelty),
-        )
+        yield Window.of(session, prompt, ranking, output, report, exit)
         if output is None:
             return
 
