@@ -58,6 +58,14 @@ cdr::Rows rows_from(const py::tuple& blocks) {
   return rows;
 }
 
+// The same with their squared norms, which it checks.
+cdr::Rows rows_from(const py::tuple& blocks, const Array<double>& squared_norms) {
+  cdr::Rows rows = rows_from(blocks);
+  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == rows.size(),
+         "squared_norms: expected one entry per row");
+  return rows;
+}
+
 template <class T>
 const T* optional_data(const std::optional<Array<T>>& a, std::int64_t n, const char* name) {
   if (!a) return nullptr;
@@ -140,10 +148,9 @@ py::tuple check_rows(const py::tuple& blocks, int safe_exponent) {
 Array<std::int64_t> gate_rows(const py::tuple& blocks, const Array<double>& squared_norms, const cdr::Columns& columns,
                               const std::optional<Array<std::int64_t>>& index,
                               const std::optional<Array<bool>>& alive) {
-  const cdr::Rows rows = rows_from(blocks);
+  const cdr::Rows rows = rows_from(blocks, squared_norms);
   const std::int64_t n = rows.size();
   expect(rows.dim == columns.dim, "columns: expected the dimension of the rows");
-  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == n, "squared_norms: expected one entry per row");
   const std::int64_t m = check_index(index, n);
   const std::int64_t* which = index ? index->data() : nullptr;
   const std::uint8_t* live = reinterpret_cast<const std::uint8_t*>(optional_data(alive, n, "alive"));
@@ -161,10 +168,9 @@ py::tuple score_rows(const py::tuple& blocks, const Array<double>& squared_norms
                      const std::optional<Array<double>>& multiplier,
                      const std::optional<Array<std::int32_t>>& ngram_overlap, double penalty_cap, double novelty_floor,
                      double ngram_step, double ngram_cap) {
-  const cdr::Rows rows = rows_from(blocks);
+  const cdr::Rows rows = rows_from(blocks, squared_norms);
   const std::int64_t n = rows.size();
   expect(rows.dim == columns.dim, "columns: expected the dimension of the rows");
-  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == n, "squared_norms: expected one entry per row");
   const std::int64_t m = check_index(index, n);
   const std::int64_t* which = index ? index->data() : nullptr;
   const cdr::Factors factors{optional_data(importance, m, "importance"), optional_data(multiplier, m, "multiplier"),
@@ -183,10 +189,9 @@ py::tuple score_rows(const py::tuple& blocks, const Array<double>& squared_norms
 
 Array<double> column_values(const py::tuple& blocks, const Array<double>& squared_norms, const cdr::Columns& columns,
                             const std::optional<Array<std::int64_t>>& index) {
-  const cdr::Rows rows = rows_from(blocks);
+  const cdr::Rows rows = rows_from(blocks, squared_norms);
   const std::int64_t n = rows.size();
   expect(rows.dim == columns.dim, "columns: expected the dimension of the rows");
-  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == n, "squared_norms: expected one entry per row");
   const std::int64_t m = check_index(index, n);
   const std::int64_t* which = index ? index->data() : nullptr;
   Array<double> out(std::vector<py::ssize_t>{m, columns.count - 1});
@@ -485,10 +490,8 @@ struct Codes {
 // The rows that codes are made of: first .. first + n.
 cdr::Rows part_of(const py::tuple& blocks, const Array<double>& squared_norms, const Rotation& rotation,
                   std::int64_t first, std::int64_t n) {
-  cdr::Rows rows = rows_from(blocks);
+  cdr::Rows rows = rows_from(blocks, squared_norms);
   expect(rows.dim == rotation.value.dim, "blocks: expected the dimension of the rotation");
-  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == rows.size(),
-         "squared_norms: expected one entry per row");
   expect(first >= 0 && n >= 0 && first + n <= rows.size(), "first, n: expected rows of the blocks");
   return rows;
 }
@@ -542,10 +545,9 @@ void measure(const py::tuple& blocks, const Array<double>& squared_norms, const 
 // The stored rows that a view has, and the codes of no more than these (codes may be newer than the view).
 std::pair<cdr::Rows, cdr::scan::Index> behind(const py::tuple& blocks, const Array<double>& squared_norms,
                                               const Codes& codes) {
-  cdr::Rows rows = rows_from(blocks);
+  cdr::Rows rows = rows_from(blocks, squared_norms);
   const std::int64_t n = rows.size();
   expect(rows.dim == codes.value.rotation.dim, "blocks: expected the dimension of the codes");
-  expect(squared_norms.ndim() == 1 && squared_norms.shape(0) == n, "squared_norms: expected one entry per row");
   cdr::scan::Index index = codes.value;
   std::int64_t left = n;
   for (cdr::scan::Codes& c : index.codes) {
