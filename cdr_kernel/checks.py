@@ -1,10 +1,14 @@
-"""Scalars that callers hand in, checked at the door: TypeError for the wrong kind, ValueError for the wrong value."""
+"""Scalars and strings that callers hand in, checked at the door: TypeError for the wrong kind, ValueError for the wrong
+value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
 
 
 def check_number(value: object, name: str, low: float = -math.inf, high: float = math.inf) -> float:
@@ -52,6 +56,20 @@ def check_choice(value: object, name: str, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
     return value
+
+
+def check_strings(values: Any, name: str, optional: bool = False) -> list[Any]:
+    """Strings that were given one by one or as an array, listed. TypeError for one string, and for what is none.
+
+    optional: whether None may stand for a string that is missing.
+    """
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name}: expected a sequence of str, got one {type(values).__name__}")
+    out = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    for i, v in enumerate(out):
+        if not (isinstance(v, str) or (optional and v is None)):
+            raise TypeError(f"{name}: expected str{' or None' if optional else ''}, got {type(v).__name__} at {i}")
+    return out
 
 
 def few(ids: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attributes, Value
+from cdr_kernel.checks import check_strings
 from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.folder import turn
@@ -31,7 +32,7 @@ from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.record_rows import EXPIRES, check_names, check_text, quarantined
 from cdr_kernel.replica import Replica
 from cdr_kernel.snapshot import Found
-from cdr_kernel.store import Added, EmbeddingModelMismatch, FactStore
+from cdr_kernel.store import Added, Checked, EmbeddingModelMismatch, FactStore
 from cdr_kernel.terminal import say
 
 __all__ = ["RECORD", "SNAPSHOT", "WORTH_SNAPSHOT", "Advance", "DurableStore", "check_new_folder", "is_durable"]
@@ -142,12 +143,7 @@ class DurableStore:
         if embedding_model is not None and embedding_model != about["embedding_model"]:
             raise EmbeddingModelMismatch(f"{folder}", about["embedding_model"], embedding_model)
         store = cls(folder, record, tokenizer, hash_key)
-        for name, own in (("tokenizer", store.facts.tokenizer_name), ("hash_key", store.facts.key_fingerprint)):
-            if about[name] != own:
-                what = "tokenizer" if name == "tokenizer" else "a key of fingerprint"
-                raise ValueError(
-                    f"{folder}: the texts were hashed with {what} {about[name]!r}, got {own!r}: pass {name}="
-                )
+        store.facts.check_hasher(about, f"{folder}")
         with store._lock:  # the check of the snapshot that this starts waits with putting anything right
             store._fill(new)
         return store
@@ -247,8 +243,7 @@ class DurableStore:
     def close(self) -> None:
         """End what runs in the background. ``facts`` can still be ranked; changes raise ValueError."""
         self._closed.set()
-        if self._checking is not None and self._checking is not threading.current_thread():
-            self._checking.join()
+        self.verify()  # which ends soon now
 
     def quarantined(self) -> dict[str, str | None]:
         """Ids of the quarantined facts in the order of their sequence, with the reasons."""
@@ -306,8 +301,10 @@ class DurableStore:
         Strings must be valid Unicode (no lone surrogates), ValueError else. Returns when the facts are on the disk;
         after an error the record is as it was.
         """
-        args = (ids, texts, embeddings, importance, source, position, expires_at, attributes, on_invalid)
-        return self._put(*args, replace=False)
+        ids = _listed(ids)
+        check_names(attributes or ())
+        found = self.facts.check(ids, texts, embeddings, importance, source, position, attributes, None, on_invalid)
+        return self._put(ids, found, expires_at, replace=False)
 
     def upsert(
         self,
@@ -326,26 +323,14 @@ class DurableStore:
 
         A quarantined fact is replaced too and stays quarantined.
         """
-        args = (ids, texts, embeddings, importance, source, position, expires_at, attributes, on_invalid)
-        return self._put(*args, replace=True)
+        ids = _listed(ids)
+        check_names(attributes or ())
+        found = self.facts.check(ids, texts, embeddings, importance, source, position, attributes, None, on_invalid)
+        return self._put(ids, found, expires_at, replace=True)
 
     def _put(
-        self,
-        ids: Sequence[str],
-        texts: Sequence[str],
-        embeddings: Any,
-        importance: Any,
-        source: Sequence[str | None] | None,
-        position: Sequence[int | None] | None,
-        expires_at: Sequence[datetime | float | None] | None,
-        attributes: Mapping[str, Sequence[Value | None]] | None,
-        on_invalid: str,
-        *,
-        replace: bool,
+        self, ids: Sequence[str], found: Checked, expires_at: Sequence[datetime | float | None] | None, *, replace: bool
     ) -> Added:
-        check_names(attributes or ())
-        ids = ids if isinstance(ids, str | bytes) else list(ids)
-        found = self.facts.check(ids, texts, embeddings, importance, source, position, attributes, None, on_invalid)
         expiries = moments.microseconds(expires_at, len(ids))
         if any(moment is not None for moment in expiries):
             by_id = dict(zip(ids, expiries, strict=True))
@@ -366,7 +351,7 @@ class DurableStore:
         """
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
-        wanted = _ids(ids)
+        wanted = _distinct(ids)
         return self._change(lambda: commits.remove(self._replica, wanted, missing=missing))
 
     def quarantine(self, ids: Iterable[str], reason: str | None = None) -> int:
@@ -375,7 +360,7 @@ class DurableStore:
         reason: kept beside them; a fact that is quarantined already gets the new one. Raises KeyError naming ids that
         are not there; then nothing is changed.
         """
-        wanted = _ids(ids)
+        wanted = _distinct(ids)
         if reason is not None and not isinstance(reason, str):
             raise TypeError(f"reason: expected a str or None, got {type(reason).__name__}")
         return self._change(lambda: commits.quarantine(self._replica, wanted, reason))
@@ -385,7 +370,7 @@ class DurableStore:
 
         Raises KeyError naming ids that are not quarantined; then nothing is changed.
         """
-        wanted = _ids(ids)
+        wanted = _distinct(ids)
         return self._change(lambda: commits.release(self._replica, wanted))
 
     def expire(self, now: datetime | float | None = None) -> int:
@@ -443,11 +428,9 @@ class DurableStore:
         self.snapshot()
         with self._lock:
             if len(self.facts.view().alive) > len(self.facts):
-                found = self._from_snapshot()
-                if isinstance(found, Found):
-                    found.close()
-                    if found.version == self.version:
-                        self.facts.adopt(found.facts)
+                mapped = self._mapped()
+                if mapped is not None:
+                    self.facts.adopt(mapped)
 
     def verify(self) -> str | None:
         """Wait until all of the snapshot that was opened is checked; what was wrong, None for nothing.
@@ -495,16 +478,22 @@ class DurableStore:
         if late >= max(WORTH_SNAPSHOT, len(self.facts) // 8):
             with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written: the next open reads on
                 self.snapshot(codes=False)
-                found = self._from_snapshot()
-                if isinstance(found, Found):
-                    found.close()
-                    if found.version == self.version:
-                        replica.facts = found.facts
+                mapped_again = self._mapped()
+                if mapped_again is not None:
+                    replica.facts = mapped_again
 
     def _from_snapshot(self) -> Found | str:
         return snapshot.load(
             self.path / SNAPSHOT, self._replica.record, tokenizer=self._tokenizer, hash_key=self._hash_key
         )
+
+    def _mapped(self) -> FactStore | None:
+        """The facts of the snapshot that was just written, None where it is of another version already."""
+        found = self._from_snapshot()
+        if isinstance(found, str):
+            return None
+        found.close()
+        return found.facts if found.version == self.version else None
 
     def _expire_due(self) -> None:
         """Take out what is past its time: of the record too where it can be written."""
@@ -559,11 +548,10 @@ class _Closed(Exception):
     """The store was closed while its snapshot was checked."""
 
 
-def _ids(ids: Iterable[str]) -> list[str]:
-    if isinstance(ids, str | bytes):
-        raise TypeError(f"ids: expected a sequence of str, got one {type(ids).__name__}")
-    wanted = list(dict.fromkeys(ids))
-    for i in wanted:
-        if not isinstance(i, str):
-            raise TypeError(f"ids: expected str, got {type(i).__name__}")
-    return wanted
+def _listed(ids: Sequence[str]) -> Sequence[str]:
+    """Ids that are gone through more than once; one string is left for the check that refuses it."""
+    return ids if isinstance(ids, str | bytes) else list(ids)
+
+
+def _distinct(ids: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(check_strings(ids, "ids")))

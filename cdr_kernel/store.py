@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows, take_rows
 from cdr_kernel.attributes import KINDS, Attribute, Attributes, Value, Where, checked_attributes, chosen, where_key
-from cdr_kernel.checks import few
+from cdr_kernel.checks import check_strings, few
 from cdr_kernel.folder import LOCK, Kind, read_array, synced
 from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens, tokenize
 
@@ -589,6 +589,17 @@ class FactStore:
         """16 hexadecimal digits that tell one `hash_key` from another."""
         return self._hasher.key_fingerprint
 
+    def check_hasher(self, saved: Mapping[str, Any], where: str) -> None:
+        """Raises ValueError unless `saved`, what was written beside texts, names this tokenizer and this key."""
+        for name, own, what in (
+            ("tokenizer", self.tokenizer_name, "tokenizer"),
+            ("hash_key", self.key_fingerprint, "a key of fingerprint"),
+        ):
+            if saved[name] != own:
+                raise ValueError(
+                    f"{where}: the texts were hashed with {what} {saved[name]!r}, got {own!r}: pass {name}="
+                )
+
     def view(self) -> StoreView:
         """The store as it is now; later changes do not show in it."""
         return self._view
@@ -635,7 +646,7 @@ class FactStore:
 
     def get(self, ids: Iterable[str]) -> list[Fact]:
         """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
-        wanted = _strings(ids, "ids")
+        wanted = check_strings(ids, "ids")
         with self._lock:
             rows = self._rows()
             missing = [i for i in wanted if i not in rows]
@@ -716,13 +727,13 @@ class FactStore:
         """
         if on_invalid not in ("raise", "skip"):
             raise ValueError(f"on_invalid: expected 'raise' or 'skip', got {on_invalid!r}")
-        names = _strings(ids, "ids")
-        words = _strings(texts, "texts")
+        names = check_strings(ids, "ids")
+        words = check_strings(texts, "texts")
         m = len(names)
         if "" in names:
             raise ValueError(f"ids: expected names, got an empty string at {names.index('')}")
         _same_length(words, m, "texts")
-        sources = [None] * m if source is None else _strings(source, "source", optional=True)
+        sources = [None] * m if source is None else check_strings(source, "source", optional=True)
         _same_length(sources, m, "source")
         positions = _positions(position, m)
         columns = checked_attributes(attributes, m)
@@ -848,7 +859,7 @@ class FactStore:
         """
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
-        wanted = list(dict.fromkeys(_strings(ids, "ids")))
+        wanted = list(dict.fromkeys(check_strings(ids, "ids")))
         with self._lock:
             known = self._rows()
             absent = [i for i in wanted if i not in known]
@@ -1035,15 +1046,7 @@ class FactStore:
             hash_key=hash_key,
             scratch=scratch,
         )
-        for name, keyword, own in (
-            ("tokenizer", "tokenizer", store.tokenizer_name),
-            ("hash_key", "hash_key", store.key_fingerprint),
-        ):
-            if manifest[name] != own:
-                what = "tokenizer" if name == "tokenizer" else "a key of fingerprint"
-                raise ValueError(
-                    f"{folder}: the texts were hashed with {what} {manifest[name]!r}, got {own!r}: pass {keyword}="
-                )
+        store.check_hasher(manifest, f"{folder}")
 
         def numbers(name: str, dtype: Any, least: float, most: float) -> Growing:
             file = data / f"{name}.npy"
@@ -1159,16 +1162,6 @@ def check_store_folder(folder: Path) -> None:
         found = None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
-
-
-def _strings(values: Any, name: str, optional: bool = False) -> list[Any]:
-    if isinstance(values, str | bytes):
-        raise TypeError(f"{name}: expected a sequence of str, got one {type(values).__name__}")
-    out = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    for i, v in enumerate(out):
-        if not (isinstance(v, str) or (optional and v is None)):
-            raise TypeError(f"{name}: expected str{' or None' if optional else ''}, got {type(v).__name__} at {i}")
-    return out
 
 
 def _same_length(values: Sequence[Any], m: int, name: str) -> None:
