@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from serving import Settings, TestClient, create_app, created, make_store, rank, update, wait_until_ready
+from serving import (
+    Settings,
+    TestClient,
+    b64,
+    create_app,
+    created,
+    make_store,
+    query,
+    rank,
+    update,
+    wait_until_ready,
+)
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs the otel extra")
 export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -14,7 +25,7 @@ PARENT = "b7ad6b7169203331"
 
 
 def test_a_request_is_a_span_with_its_parts(tmp_path):
-    make_store().save(tmp_path / "s")
+    make_store(prefix="quux-").save(tmp_path / "s")  # no hexadecimal id has such a name in it
     exporter, provider = export.InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(processors.SimpleSpanProcessor(exporter))
     app = create_app(Settings(store=tmp_path / "s", access_log=False), tracer_provider=provider)
@@ -23,7 +34,7 @@ def test_a_request_is_a_span_with_its_parts(tmp_path):
         sid = created(client)
         exporter.clear()
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-        client.post(f"/v1/sessions/{sid}/rank", json=rank(), headers=headers)
+        facts = client.post(f"/v1/sessions/{sid}/rank", json=rank(), headers=headers).json()["facts"]
         client.post(f"/v1/sessions/{sid}/update", json=update(output="a secret output"), headers=headers)
         client.get("/v1/nowhere", headers=headers)
         spans = exporter.get_finished_spans()
@@ -37,4 +48,8 @@ def test_a_request_is_a_span_with_its_parts(tmp_path):
 
     assert parts("POST rank_facts") == {"decode", "rank", "pack", "encode"}
     assert parts("POST update_session") == {"decode", "commit", "encode"}
-    assert not any("secret" in repr(dict(span.attributes)) or "f1" in repr(dict(span.attributes)) for span in spans)
+    told = [repr((span.name, dict(span.attributes), span.events, span.links)) for span in spans]
+    assert any("cdr.request_id" in each for each in told)
+    secrets = ["secret", "quux-", b64(query()), *(fact["text"] for fact in facts)]
+    assert len(secrets) == 8
+    assert [(secret, each) for secret in secrets for each in told if secret in each] == []
