@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from serving import created, make_store, rank, update
+from serving import MODEL, b64, created, make_store, new_session, query, rank, update
+
+from cdr_kernel import folder
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn", reason="needs the serve extra")
@@ -114,7 +117,7 @@ def test_a_signal_under_load_loses_no_accepted_request(store, number):
 
 
 def test_while_it_drains_it_serves_but_is_not_ready(store):
-    process = Process(store, "--drain", "1.5")
+    process = Process(store, "--drain", "300")
     process.event("ready")
     with httpx.Client(base_url=process.url) as client:
         assert client.get("/readyz").status_code == 200
@@ -125,6 +128,7 @@ def test_while_it_drains_it_serves_but_is_not_ready(store):
         assert answer.headers["connection"] == "close"
         assert client.get("/livez").status_code == 200
         assert created(client)
+    process.tell(signal.SIGTERM)  # enough
     assert process.end() == 0
     assert any(line.get("operation") == "create_session" for line in process.lines if isinstance(line, dict))
 
@@ -161,3 +165,86 @@ def test_a_port_that_is_taken(store):
     process.event("ready")
     process.tell(signal.SIGTERM)
     assert process.end() == 0
+
+
+class Raw:
+    """A connection that sends what it is told, which may be half a request."""
+
+    def __init__(self, process, sent):
+        self._socket = socket.create_connection(("127.0.0.1", process.event("listening")["port"]), timeout=60)
+        self._socket.sendall(sent)
+
+    def rest(self):
+        """All that comes until the other side ends it."""
+        parts = []
+        while part := self._socket.recv(65536):
+            parts.append(part)
+        self._socket.close()
+        return b"".join(parts)
+
+    def send(self, more):
+        self._socket.sendall(more)
+
+
+def wait_until_in_flight(process, requests, seconds=60.0):
+    until = time.monotonic() + seconds
+    with httpx.Client(base_url=process.url) as client:
+        while f"cdr_requests_in_flight {requests + 1}.0" not in client.get("/metrics").text:  # this one is too
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{}\r\n\r\n"
+
+
+def post(path, body, sent=None):
+    """The bytes of a request, of its body as many as `sent` says."""
+    data = json.dumps(body).encode()
+    return HEAD.format(path, f"Content-Length: {len(data)}").encode() + data[:sent]
+
+
+def test_bodies_that_never_end_do_not_hold_it(store):
+    process = Process(store, "--drain", "2")
+    process.event("ready")
+    whole = post("/v1/sessions", new_session())
+    slow = [Raw(process, post("/v1/sessions", new_session(), 20 * i)) for i in range(3)]
+    chunked = HEAD.format("/v1/facts", "Transfer-Encoding: chunked") + '5\r\n{"emb\r\n'
+    slow.append(Raw(process, chunked.encode()))
+    headless = Raw(process, whole[:40])
+    late = Raw(process, whole[:-7])
+    wait_until_in_flight(process, 5)
+    process.tell(signal.SIGTERM)
+    process.event("draining")
+    late.send(whole[-7:])
+    assert late.rest().startswith(b"HTTP/1.1 200 ")
+    for each in slow:
+        answer = each.rest()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"code":"draining"' in answer
+        assert b"retry-after: 1" in answer.lower()
+    assert headless.rest() == b""
+    assert process.end() == 0
+    told = process.event("stopped")
+    assert told["accepted"] == told["answered"] >= 6
+    assert (told["cut_off"], process.event("cut_off")["requests"]) == (4, 4)
+    assert all(isinstance(line, dict) for line in process.lines)
+
+
+def test_what_is_not_done_in_time_is_lost_with_a_line_that_says_so(tmp_path):
+    durable = pytest.importorskip("cdr_kernel.durable", reason="needs the store extra")
+    pytest.importorskip("lance", reason="needs the store extra")
+    durable.DurableStore.from_facts(make_store(), tmp_path / "d").close()
+    process = Process(tmp_path / "d", "--drain", "0", "--stop", "1")
+    process.event("ready")
+    fact = {"id": "n", "text": "t", "embedding": b64(query())}
+    with folder.turn(tmp_path / "d"):  # nobody else may write
+        stuck = Raw(process, post("/v1/facts", {"embedding_model": MODEL, "facts": [fact]}))
+        wait_until_in_flight(process, 1)
+        process.tell(signal.SIGTERM)
+        told = process.event("lost")
+    assert process.end() == 1
+    assert told["operation"] == "add_facts"
+    assert [line.get("status") for line in process.lines if line.get("operation") == "add_facts"] == [None, 500]
+    assert process.event("stopped")["accepted"] == process.event("stopped")["answered"] + 1
+    assert stuck.rest().startswith(b"HTTP/1.1 500 ")
+    assert all(isinstance(line, dict) for line in process.lines)

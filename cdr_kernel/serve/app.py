@@ -101,7 +101,8 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
         try:
             deadline = since + _allowed(request.headers.get(DEADLINE), service.settings.deadline_s)
             key = check_key(request.headers.get(IDEMPOTENCY_KEY)) if operation.keyed else None
-            raw = await _body(request, service.settings.max_body, deadline)
+            async with service.reading(deadline):
+                raw = await _body(request, service.settings.max_body)
             call = Call(
                 service=service,
                 tenant=request.state.tenant,
@@ -143,21 +144,18 @@ def _allowed(given: str | None, most: float) -> float:
     return min(most, int(given) / 1e3)
 
 
-async def _body(request: Request, most: int, deadline: float) -> bytes:
+async def _body(request: Request, most: int) -> bytes:
     """The body. Raises `Refusal` 413 before it is read where it says how long it is, else once it is too long."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise _too_large(most, length)
     parts, size = [], 0
     try:
-        async with asyncio.timeout(deadline - monotonic()):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise _too_large(most, f"more than {most}")
-                parts.append(part)
-    except TimeoutError:
-        raise Refusal(408, "timeout", "the body did not come before the deadline") from None
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise _too_large(most, f"more than {most}")
+            parts.append(part)
     except ClientDisconnect:  # nobody is there to read this
         raise Refusal(400, "disconnected", "the client went away before its body was whole") from None
     return b"".join(parts)

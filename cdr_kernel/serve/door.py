@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from time import perf_counter
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.errors import ErrorBody, Refusal, internal, overloaded, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, bearer
-from cdr_kernel.serve.logs import fault, request_line
+from cdr_kernel.serve.logs import fault, lost, request_line
 from cdr_kernel.serve.service import DRAINING, LOADING, READY, Service, Tenant
 from cdr_kernel.serve.sessions import new_id
 
@@ -88,6 +89,9 @@ class Door:
                 tenant.in_flight += 1
                 state["tenant"] = tenant
             await self._app(scope, receive, respond)
+        except asyncio.CancelledError:
+            lost(state["request_id"], state["operation"])
+            raise
         except Exception as error:  # nobody foresaw it: the log says where it came from, the answer does not
             fault(error, state["request_id"])
             if started:

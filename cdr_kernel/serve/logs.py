@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -37,6 +38,17 @@ def fault(error: BaseException, request_id: str) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-8:]]
     event("fault", logging.ERROR, request_id=request_id, error=type(error).__name__, where=where)
+
+
+def lost(request_id: str, operation: str) -> None:
+    """Log that a request was ended before its answer was on its way."""
+    what = "it was not answered in the time that stopping has"
+    event("lost", logging.ERROR, request_id=request_id, operation=operation, what=what)
+
+
+def without_cancellations(record: logging.LogRecord) -> bool:
+    """A filter for the loggers of an ASGI server, which has a traceback for what `lost` has said."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class _Lines(logging.Formatter):

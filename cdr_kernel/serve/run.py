@@ -1,8 +1,8 @@
 """The process of `cdr serve`: it listens, serves, and ends without losing what it accepted.
 
 SIGTERM or SIGINT: /readyz says "draining", answers close their connections, and for `drain_s` seconds everything is
-still served, so that whoever routes requests here can stop. Then the port is closed, what was accepted is finished, and
-the process exits with 0. A second signal ends it at once.
+still served, so that whoever routes requests here can stop. Then the port is closed, a request whose body is not whole
+by then is turned away, what was accepted is finished, and the process exits with 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class _Server(uvicorn.Server):
 
     async def _end(self) -> None:
         await asyncio.sleep(self._service.settings.drain_s)
+        unfinished = self._service.stop_reading()
+        if unfinished:
+            what = "bodies that were not whole when the port closed: answered 503, nothing was changed"
+            logs.event("cut_off", logging.WARNING, requests=unfinished, what=what)
         self.should_exit = True
 
 
@@ -80,6 +84,7 @@ def run(settings: Settings) -> int:
     logs.to_stderr()
     logging.getLogger("uvicorn").handlers[:] = logging.getLogger(logs.NAME).handlers
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(logs.without_cancellations)
     problems: list[Exception] = []
 
     def failed(error: Exception) -> None:
@@ -107,7 +112,7 @@ def run(settings: Settings) -> int:
         logs.event("listening", host=host, port=port)
         server.run(sockets=[listener])
     lost = service.accepted - service.completed
-    logs.event("stopped", accepted=service.accepted, answered=service.completed)
+    logs.event("stopped", accepted=service.accepted, answered=service.completed, cut_off=service.cut_off)
     if problems:
         raise problems[0]
     return 0 if lost == 0 else 1

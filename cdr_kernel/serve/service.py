@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.serve.batching import Batcher, Lane
-from cdr_kernel.serve.errors import invalid, late, refuse
+from cdr_kernel.serve.errors import Refusal, invalid, late, refuse, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
 from cdr_kernel.serve.logs import fault
 from cdr_kernel.serve.metrics import Metrics
@@ -138,7 +138,9 @@ class Service:
         self.token_key = settings.token_key or secrets.token_bytes(32)
         self.shared: Redis | None = None if settings.redis is None else Redis(settings.redis)
         self.stopping = False
-        self.accepted = self.completed = 0
+        self.accepted = self.completed = self.cut_off = 0
+        self._closing = False
+        self._reading: set[asyncio.Timeout] = set()
         self._embedder: Callable[[list[str]], Any] | None = None
         self._batcher: Batcher | None = None
 
@@ -147,6 +149,31 @@ class Service:
         """Time a part of a request, and trace it where requests are traced."""
         with self.metrics.stage(name), contextlib.nullcontext() if self.tracing is None else self.tracing.part(name):
             yield
+
+    @contextlib.asynccontextmanager
+    async def reading(self, deadline: float) -> AsyncIterator[None]:
+        """Read a body in here. Raises `Refusal` 408 once the deadline has passed, and 503 once `stop_reading` was
+        called, where it is not whole by then."""
+        limit = asyncio.timeout(0 if self._closing else deadline - monotonic())
+        try:
+            async with limit:
+                self._reading.add(limit)
+                yield
+        except TimeoutError:
+            if not self._closing:
+                raise Refusal(408, "timeout", "the body did not come before the deadline") from None
+            self.cut_off += 1
+            raise unavailable("draining", "the server stops, and the body was not whole yet") from None
+        finally:
+            self._reading.discard(limit)
+
+    def stop_reading(self) -> int:
+        """Wait no longer for bodies that are not whole, from now on; how many those were."""
+        self._closing, now = True, asyncio.get_running_loop().time()
+        waited = [limit for limit in self._reading if not limit.expired()]
+        for limit in waited:
+            limit.reschedule(now)
+        return len(waited)
 
     @property
     def batcher(self) -> Batcher:
