@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from serving import (
@@ -206,5 +206,11 @@ def test_two_tenants_are_kept_apart(folder, tmp_path, client, examples):
         Tenants.shared, Tenants.alone = client, {"acme": acme, "zenith": zenith}
         run_state_machine_as_test(
             Tenants,
-            settings=settings(max_examples=examples, stateful_step_count=25, deadline=None, derandomize=True),
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=25,
+                deadline=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),  # a busy machine is slow
+            ),
         )
