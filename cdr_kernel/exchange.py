@@ -20,6 +20,7 @@ import numpy as np
 from cdr_kernel.attributes import KINDS, checked_attributes
 from cdr_kernel.folder import sync_folder
 from cdr_kernel.lance_record import COLUMNS
+from cdr_kernel.store import DTYPES
 
 FORMAT = "cdr-facts"
 FORMAT_VERSION = 1
@@ -34,6 +35,8 @@ _NUMBERS: dict[str, Any] = {
     "expires_at": np.int64,
 }
 _DTYPES: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.uint8}
+_CODES = {"uint8": "U8", "int64": "I64", "float16": "F16", "float32": "F32", "float64": "F64"}
+"""What safetensors calls the types."""
 _BATCH = 65536
 
 
@@ -48,11 +51,24 @@ def _safetensors() -> Any:
     return safetensors
 
 
+def check_target(path: Path) -> None:
+    """Raises OSError saying what is wrong where ``write`` could not put a file."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: expected a file to write to, found a folder")
+    if not path.parent.is_dir():
+        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
+        raise kind(f"{path}: expected {path.parent} to be a folder that is there")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"{path}: expected a folder that can be written to")
+
+
 def write(path: Path, table: Any, about: Mapping[str, str], attributes: Mapping[str, type], next_sequence: int) -> None:
     """Write the rows of a record, whole or not at all: a draft beside the file is synced, then renamed over it.
 
-    table: all columns, in the order of sequence.
+    table: all columns, in the order of sequence. Raises what ``check_target`` raises, OSError where the disk has no
+    room.
     """
+    check_target(path)
     safetensors = _safetensors()
     tensors: dict[str, Any] = {}
     table = table.combine_chunks()
@@ -77,7 +93,10 @@ def write(path: Path, table: Any, about: Mapping[str, str], attributes: Mapping[
     }
     draft = path.with_name(f".cdr-{secrets.token_hex(8)}")
     try:
-        safetensors.numpy.save_file(tensors, str(draft), metadata=metadata)
+        try:
+            safetensors.numpy.save_file(tensors, str(draft), metadata=metadata)
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{path}: could not be written ({error})") from None
         with open(draft, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(draft, path)
@@ -90,12 +109,16 @@ class Exchanged:
     """A file that ``write`` wrote, opened and checked: its settings, and its rows batch by batch.
 
     about: as the record's; attributes: types of the further columns; facts: N. Raises FileNotFoundError where there is
-    no file, ValueError saying what is wrong with one that is damaged or of another kind.
+    no file, IsADirectoryError where there is a folder, another OSError where it cannot be read, ValueError saying what
+    is wrong with one that is damaged or of another kind.
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
+        if path.is_dir():
+            raise IsADirectoryError(f"{path}: expected a file of exported facts, found a folder")
+        if not path.exists():
             raise FileNotFoundError(f"{path}: expected a file of exported facts, found none")
+        path.open("rb").close()  # raises what keeps it from being read
         safetensors = _safetensors()
         self.path = path
         try:
@@ -109,6 +132,9 @@ class Exchanged:
         try:
             self.about = {name: metadata[name] for name in ABOUT}
             self.dim = int(metadata["dim"])
+            self._dtype = np.dtype(metadata["dtype"]).name
+            if self._dtype not in DTYPES:
+                raise ValueError(f"dtype {self._dtype}")
             self.next_sequence = int(metadata["next_sequence"])
             self.attributes = {name: KINDS[kind] for name, kind in json.loads(metadata["attributes"]).items()}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -117,27 +143,31 @@ class Exchanged:
         if clash := self.attributes.keys() & set(COLUMNS):
             raise ValueError(f"{path}: attributes: expected names that are none of {', '.join(COLUMNS)}, found {clash}")
         names = set(self._file.keys())
-        for name, shape in self._expected().items():
+        for name, (kind, shape) in self._expected().items():
             if name not in names:
                 raise ValueError(f"{path}: expected a tensor {name!r}, found none")
-            found_shape = self._file.get_slice(name).get_shape()
+            tensor = self._file.get_slice(name)
+            if tensor.get_dtype() != _CODES[kind]:
+                raise ValueError(f"{path}: {name}: expected {kind}, found {tensor.get_dtype()}")
+            found_shape = tensor.get_shape()
             if len(found_shape) != len(shape) or any(
                 n not in (None, m) for n, m in zip(shape, found_shape, strict=True)
             ):
                 raise ValueError(f"{path}: {name}: expected shape {list(shape)}, found {found_shape}")
 
-    def _expected(self) -> dict[str, tuple[int | None, ...]]:
+    def _expected(self) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+        """Type and shape of every tensor."""
         shape = self._file.get_slice("sequence").get_shape() if "sequence" in set(self._file.keys()) else [0]
         self.facts = int(shape[0]) if shape else 0
-        expected: dict[str, tuple[int | None, ...]] = {"embedding": (self.facts, self.dim)}
-        strings = [*_STRINGS, *(f"attributes.{name}" for name, kind in self.attributes.items() if kind is str)]
-        numbers = [*_NUMBERS, *(f"attributes.{name}" for name, kind in self.attributes.items() if kind is not str)]
-        for name in strings:
-            expected |= {f"{name}.utf8": (None,), f"{name}.offsets": (self.facts + 1,)}
-        for name in numbers:
-            expected[name] = (self.facts,)
-        for name in (*_NULLABLE, *(f"attributes.{name}" for name in self.attributes)):
-            expected[f"{name}.missing"] = (self.facts,)
+        expected: dict[str, tuple[str, tuple[int | None, ...]]] = {"embedding": (self._dtype, (self.facts, self.dim))}
+        kinds = {f"attributes.{name}": kind for name, kind in self.attributes.items()}
+        for name in (*_STRINGS, *(name for name, kind in kinds.items() if kind is str)):
+            expected |= {f"{name}.utf8": ("uint8", (None,)), f"{name}.offsets": ("int64", (self.facts + 1,))}
+        numbers = {**_NUMBERS, **{name: _DTYPES[kind] for name, kind in kinds.items() if kind is not str}}
+        for name, kind in numbers.items():
+            expected[name] = (np.dtype(kind).name, (self.facts,))
+        for name in (*_NULLABLE, *kinds):
+            expected[f"{name}.missing"] = ("uint8", (self.facts,))
         return expected
 
     def batches(self) -> Iterator[dict[str, Any]]:
