@@ -12,7 +12,7 @@ from cdr_kernel.serve.settings import is_loopback
 
 pytest.importorskip("msgspec")
 
-from cdr_kernel.serve.errors import of_library, of_schema
+from cdr_kernel.serve.errors import of_library
 from cdr_kernel.serve.keys import Keys, bearer, same
 
 
@@ -118,22 +118,3 @@ def test_errors_of_the_library_become_refusals(error, status, field, expected, g
     detail = refusal.detail
     assert (refusal.status, detail.field, detail.expected, detail.got) == (status, field, expected, got)
     assert of_library(RuntimeError("x")) is None
-
-
-def test_errors_of_the_schema_say_where():
-    import msgspec
-
-    from cdr_kernel.serve.schema import NewSession
-
-    def told(body):
-        with pytest.raises(msgspec.DecodeError) as caught:
-            msgspec.json.decode(body, type=NewSession)
-        detail = of_schema(caught.value).detail
-        return detail.field, detail.expected, detail.got
-
-    assert told(b'{"embedding_model": 3}') == ("embedding_model", "`str`", "`int`")
-    assert told(b"{}")[:2] == ("embedding_model", "this field")
-    assert told(b'{"embedding_model": "m", "sub_queries": [{"id": "a"}]}')[0] == "sub_queries[0].label"
-    assert told(b'{"x": 1}') == ("x", "no such field", "it")
-    assert told(b"[]") == (None, "`object`", "`array`")
-    assert told(b'{"embedding_model": "m", "sub_queries": []}') == ("sub_queries", "`array` of length >= 1", None)

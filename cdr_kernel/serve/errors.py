@@ -20,9 +20,6 @@ _LIBRARY = (  # how the library words its errors
     re.compile(r"^(?P<field>[\w ./\[\]'\"-]{1,120}?) (?P<expected>names .*, the session has .*)$", re.S),
     re.compile(r"^(?P<field>[a-z_]+): .*$", re.S),
 )
-_SCHEMA = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<field>.*)`)?$", re.S)
-_EXPECTED = re.compile(r"^Expected (?P<expected>.*?)(?:, got (?P<got>.*))?$", re.S)
-_NAMED = re.compile(r"`(?P<name>[^`]*)`$")
 
 
 class ErrorDetail(msgspec.Struct):
@@ -91,26 +88,6 @@ def internal() -> Refusal:
 def unavailable(code: str, message: str) -> Refusal:
     """Not now."""
     return Refusal(503, code, message, headers={"Retry-After": "1"})
-
-
-def of_schema(error: msgspec.DecodeError) -> Refusal:
-    """A body that is no JSON or msgpack (400), or not of the operation's schema (422)."""
-    text = str(error)
-    if not isinstance(error, msgspec.ValidationError):
-        return Refusal(400, "malformed", f"the body could not be read: {text}")
-    found = _SCHEMA.match(text)
-    assert found is not None  # the pattern matches every text
-    what, field = found["what"], found["field"] or None
-    worded = _EXPECTED.match(what)
-    expected, got = (worded["expected"], worded["got"]) if worded else (None, None)
-    named = _NAMED.search(what)
-    if worded is None and named is not None and what.startswith("Object "):
-        field = f"{field}.{named['name']}" if field else named["name"]
-        missing = "missing" in what
-        expected, got = ("this field", "nothing") if missing else ("no such field", "it")
-    elif worded is None:
-        expected = what
-    return Refusal(422, "invalid", f"{field or 'the body'}: {what}", field=field, expected=expected, got=got)
 
 
 def of_library(error: Exception) -> Refusal | None:

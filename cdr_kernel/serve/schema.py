@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from cdr_kernel.serve.errors import Refusal, invalid, of_schema
+from cdr_kernel.serve.errors import Refusal, invalid
+from cdr_kernel.serve.schema_errors import of_schema
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -459,13 +460,12 @@ def decode(body: bytes, content_type: str | None, kind: type[Any]) -> Any:
     A body without a type is refused: a page in somebody's browser can send one to a server on loopback unasked.
     """
     media = (content_type or "none").partition(";")[0].strip().lower()
+    read = msgspec.msgpack.decode if media == MSGPACK else msgspec.json.decode
     try:
-        if media == MSGPACK:
-            return msgspec.msgpack.decode(body, type=kind)
-        if media == JSON or media.endswith("+json"):
-            return msgspec.json.decode(body, type=kind)
+        if media in (MSGPACK, JSON) or media.endswith("+json"):
+            return read(body, type=kind)
     except msgspec.DecodeError as error:
-        raise of_schema(error) from None
+        raise of_schema(error, kind, lambda: read(body)) from None
     except UnicodeDecodeError as error:
         raise Refusal(400, "malformed", f"the body could not be read: {error.reason}") from None
     raise Refusal(
