@@ -192,6 +192,8 @@ def test_facts_come_go_and_are_replaced(folder):
     ("method", "path", "body", "status", "field"),
     [
         ("POST", "/v1/sessions", {**new_session(), "embedding_model": "other"}, 409, "embedding_model"),
+        ("POST", "/v1/rerank", {"model": "other", "query_embedding": b64(query()), "documents": ["a"]}, 409, "model"),
+        ("PUT", "/v1/facts", {"embedding_model": "other", "facts": [{"id": "a", "text": ""}]}, 409, "embedding_model"),
         ("POST", "/v1/sessions", {"sub_queries": new_session()["sub_queries"]}, 422, "embedding_model"),
         ("POST", "/v1/sessions", {**new_session(), "surprise": 1}, 422, "surprise"),
         ("POST", "/v1/sessions", new_session(max_windows=21), 422, "settings.max_windows"),
@@ -498,7 +500,13 @@ def test_rerank_scores_are_those_of_cdr_score(client):
         "/v1/rerank", json={"model": MODEL, "query_embedding": b64(query()), "documents": [{"id": "gone"}]}
     )
     assert error_of(gone)["field"] == "documents[0].id"
-    assert client.post("/v1/rerank", json={**body, "model": "rerank-v3.5"}).status_code == 409
+    other = error_of(client.post("/v1/rerank", json={**body, "model": "rerank-v3.5"}))
+    assert (other["code"], other["field"], other["expected"], other["got"]) == (
+        "model_mismatch",
+        "model",
+        "'m1', the store's",
+        "'rerank-v3.5'",
+    )
 
 
 def test_a_server_that_embeds_takes_texts(folder):

@@ -76,7 +76,7 @@ async def rank_facts(call: Call) -> Answer:
 async def rerank(call: Call) -> Answer:
     """Rank the request's own documents: without a session, in one call."""
     body, tenant = call.body, call.tenant
-    tenant.check_model(body.model)
+    tenant.check_model(body.model, "model")
     most = call.service.settings.max_documents
     if len(body.documents) > most:
         raise invalid("documents", f"at most {most}", str(len(body.documents)))

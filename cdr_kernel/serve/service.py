@@ -27,7 +27,7 @@ from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.stores import Facts, open_facts
 from cdr_kernel.serve.tokens import Signer
 from cdr_kernel.serve.tracing import Tracing
-from cdr_kernel.store import EmbeddingModelMismatch, FactStore
+from cdr_kernel.store import FactStore
 
 T = TypeVar("T")
 
@@ -59,10 +59,10 @@ class Tenant:
         """D of the facts."""
         return self.facts.facts.dim
 
-    def check_model(self, named: str) -> None:
-        """Raises EmbeddingModelMismatch for another model than the store's (R18)."""
+    def check_model(self, named: str, field: str = "embedding_model") -> None:
+        """Raises `Refusal` 409 for another model than the store's (R18). field: where it is named."""
         if named != self.model:
-            raise EmbeddingModelMismatch("embedding_model", self.model, named)
+            raise invalid(field, f"{self.model!r}, the store's", repr(named), status=409, code="model_mismatch")
 
 
 @dataclass
