@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -150,17 +150,17 @@ def cdr_rank(
     """Rank the store's facts for the session's next window (§7.1): retrieve, score, guard, sort.
 
     query: [D], of the session's embedding model. k: how many facts to return, all that pass the gate for None.
-    multiplier: a further factor per fact, finite and >= 0: a mapping from ids (1 for ids it lacks) or an array
-    [len(store)] in the order of ``store.ids``. where: only facts of which this holds, as if the store had no others,
-    down to the statistics of the calibrated mode: a mapping from "source" or attributes to the value that a fact must
-    have or several of which it must have one (``{"tenant": "x", "source": ["a", "b"]}``; None is no value), or a bool
-    array [len(store)] in the order of ``store.ids``, such as ``store.view().where(...)`` gives. Equal scores come in
-    the order of their sequence numbers (reading R26). The session is not changed. Approximate retrievers may miss
-    facts; the scores are exact all the same.
+    multiplier: a further factor per fact, finite and >= 0: a mapping from ids of the store (1 for those it lacks) or
+    an array [len(store)] in the order of ``store.ids``. where: only facts of which this holds, as if the store had no
+    others, down to the statistics of the calibrated mode: a mapping from "source" or attributes to the value that a
+    fact must have or several of which it must have one (``{"tenant": "x", "source": ["a", "b"]}``; None is no value),
+    or a bool array [len(store)] in the order of ``store.ids``, such as ``store.view().where(...)`` gives. Equal scores
+    come in the order of their sequence numbers (reading R26). The session is not changed. Approximate retrievers may
+    miss facts; the scores are exact all the same.
 
     Raises EmbeddingModelMismatch where store and session name different models (§2.5), ValueError where the store and
-    the session's guard have different tokenizers or hash keys, KeyError for an attribute that no fact has, ValueError
-    and TypeError for a bad query, k, multiplier or where.
+    the session's guard have different tokenizers or hash keys, KeyError for an attribute that no fact has and for ids
+    of multiplier that are not in the store, ValueError and TypeError for a bad query, k, multiplier or where.
     """
     return rank_many([query], retriever, [session], k=k, multiplier=multiplier, where=where)[0]
 
@@ -421,9 +421,31 @@ def multipliers(values: Multiplier | None, view: StoreView) -> Float64 | None:
     """A multiplier as float64 [R], one entry per row of the view."""
     if values is None:
         return None
-    alive = np.flatnonzero(view.alive)
-    given = np.array([values.get(i, 1.0) for i in view.ids]) if isinstance(values, Mapping) else values
+    if isinstance(values, Mapping):
+        rows = known_rows(values, view)
+        given = list(values.values())
+    else:
+        rows, given = np.flatnonzero(view.alive), values
     out = np.ones(view.rows)
-    checked = factor(as_array(given, 1, "multiplier"), len(alive), "multiplier")
-    out[alive] = checked if checked is not None else 1.0
+    checked = factor(as_array(given, 1, "multiplier"), len(rows), "multiplier")
+    out[rows] = checked if checked is not None else 1.0
     return out
+
+
+def known_rows(ids: Iterable[str], view: StoreView) -> Int64:
+    """The rows of facts that a multiplier names. KeyError naming those that are not there."""
+    rows, unknown = [], []
+    for id in ids:
+        try:
+            rows.append(view.row_of(id))
+        except KeyError:
+            unknown.append(id)
+    check_named(unknown)
+    return np.array(rows, np.int64)
+
+
+def check_named(unknown: Sequence[str]) -> None:
+    """Raises KeyError for ids that a multiplier names and no fact has."""
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise KeyError(f"multiplier: {', '.join(map(repr, unknown[:5]))}{more} not in the store")

@@ -33,7 +33,7 @@ from cdr_kernel.constants import FEEDBACK_FACTS
 from cdr_kernel.evidence import Asked, Evidence, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
-from cdr_kernel.rank import Multiplier, Ranking
+from cdr_kernel.rank import Multiplier, Ranking, check_named
 from cdr_kernel.score import best_first
 from cdr_kernel.session import Session
 from cdr_kernel.shard import (
@@ -310,8 +310,14 @@ class ShardedRetriever:
 
     def _multipliers(self, values: Multiplier | None, window: _Window) -> Callable[[Group], Any]:
         """What each shard is given of the multiplier."""
-        if values is None or isinstance(values, Mapping):
+        if values is None:
             return lambda group: values
+        if isinstance(values, Mapping):
+            found = window.same("find", tuple(values)) if values else {}
+            if not window.missing:
+                here = {id for ids in found.values() for id in ids}
+                check_named([id for id in values if id not in here])
+            return lambda group: {id: values[id] for id in found.get(group.name, ())}
         given = factor(as_array(values, 1, "multiplier"), window.snapshot.facts, "multiplier")
         assert given is not None
         cache = window.snapshot.cache

@@ -90,7 +90,7 @@ def test_five_windows_with_adds_and_removes_between_them(kind, dtype, keywords):
         retriever.prepare()
     session.told = []
     for window in range(5):
-        multiplier = {f"f{i}": float(r.random()) for i in range(0, 120, 2)} if window % 2 else None
+        multiplier = {id: float(r.random()) for id in store.ids[::2]} if window % 2 else None
         ranking = cdr_rank(query, retriever, session, multiplier=multiplier)
         expected = truth(store, session, query, multiplier=multiplier)
         agree(ranking, expected)
@@ -163,8 +163,17 @@ def test_the_multiplier_as_an_array_and_its_errors():
     agree(cdr_rank(query, retriever, session, multiplier=factors), truth(store, session, query, multiplier=by_id))
     with pytest.raises(ValueError, match="multiplier: expected 19 entries"):
         cdr_rank(query, retriever, session, multiplier=np.ones(20))
-    with pytest.raises(ValueError, match="multiplier: expected finite"):
-        cdr_rank(query, retriever, session, multiplier={"f1": -1.0})
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="multiplier: expected finite"):
+            cdr_rank(query, retriever, session, multiplier={"f1": bad})
+    agree(cdr_rank(query, retriever, session, multiplier={}), truth(store, session, query))
+    some = {"f7": 3.0, "f1": 0.0}
+    agree(cdr_rank(query, retriever, session, multiplier=some), truth(store, session, query, multiplier=some))
+    with pytest.raises(KeyError, match="multiplier: 'f3', 'F1' not in the store"):  # one was removed, one never was
+        cdr_rank(query, retriever, session, multiplier={"f1": 2.0, "f3": 2.0, "F1": 2.0})
+    many = dict.fromkeys("abcdefg", 1.0)
+    with pytest.raises(KeyError, match="'a', 'b', 'c', 'd', 'e' and 2 more not in the store"):
+        cdr_rank(query, retriever, session, multiplier=many)
 
 
 def test_another_model_is_refused():

@@ -220,6 +220,9 @@ def test_facts_come_go_and_are_replaced(folder):
         ("POST", "/v1/sessions/SID/rank", rank(query=[0.0] * DIM), 422, "query"),
         ("POST", "/v1/sessions/SID/rank", rank(pack="need"), 422, "pack"),
         ("POST", "/v1/sessions/SID/rank", rank(query="!"), 422, "query"),
+        ("POST", "/v1/sessions/SID/rank", rank(multiplier={"f1": 2.0, "F1": 2.0}), 422, "multiplier"),
+        ("POST", "/v1/sessions/SID/rank", rank(multiplier={"f1": -1}), 422, "multiplier[...]"),
+        ("POST", "/v1/sessions/SID/rank", rank(where={"colour": "red"}), 422, "where"),
         ("POST", "/v1/sessions/SID/update", {**update(), "embedding_model": "other"}, 409, "embedding_model"),
         ("POST", "/v1/sessions/SID/update", update(["nobody"]), 422, "addressed"),
         ("POST", "/v1/sessions/SID/update", update(completeness=1.5), 422, "report.completeness_score"),
@@ -243,6 +246,18 @@ def test_bad_input_says_what_is_wrong_and_changes_nothing(client, method, path, 
         assert error["field"] == field
     assert client.get(f"/v1/sessions/{sid}").json() == before
     assert client.get("/v1/stats").json()["facts"] == 60
+
+
+def test_a_multiplier_weighs_the_facts_it_names_and_names_no_others(client):
+    sid = created(client)
+    last = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=60)).json()["facts"][-1]["id"]
+    told = client.post(f"/v1/sessions/{sid}/rank", json=rank(multiplier={last: 1e6})).json()
+    ranking = cdr_rank(query(), Retriever(make_store()), same_session(), k=5, multiplier={last: 1e6})
+    agrees(told, ranking)
+    assert (told["facts"][0]["id"], told["facts"][0]["multiplier"]) == (last, 1e6)
+    error = error_of(client.post(f"/v1/sessions/{sid}/rank", json=rank(multiplier={"f1": 2.0, "x": 1.0, "y": 0.0})))
+    assert (error["field"], error["got"]) == ("multiplier", "'x', 'y'")
+    assert error["expected"] == "ids of facts that are in the store"
 
 
 def test_bodies_that_are_no_bodies(client):

@@ -662,6 +662,8 @@ def test_what_does_not_fit_is_refused_as_by_one_store(world):
             cdr_rank(query, retriever, spec(items), multiplier=[1.0])
         with pytest.raises(ValueError, match="multiplier"):
             cdr_rank(query, retriever, spec(items), multiplier={"f1": -1.0})
+        with pytest.raises(KeyError, match="multiplier: 'f-1', 'no' not in the store"):
+            cdr_rank(query, retriever, spec(items), multiplier={"f-1": 2.0, "f1": 2.0, "no": 0.5})
         with pytest.raises(ValueError, match="by='source'"):
             cdr_rank(query, ShardedRetriever(by_id), calibrated(items, source_weight=0.4))
     with pytest.raises(TypeError, match="ShardedStore"):

@@ -51,8 +51,8 @@ async def rank_facts(call: Call) -> Answer:
     try:
         with contextlib.nullcontext() if service.tracing is None else service.tracing.part("rank"):
             ranking = await service.batcher.rank(tenant.lane, ask)
-    except KeyError as error:
-        raise Refusal(422, "invalid", str(error.args[0]), field="where") from None
+    except KeyError as error:  # of a column that no fact has, or of facts that are not there
+        raise of_names(str(error.args[0])) from None
     except Exception as error:  # `refuse` raises it again where it is not the request's fault
         refuse(error)
     considered = len(tenant.facts.facts)
@@ -71,6 +71,14 @@ async def rank_facts(call: Call) -> Answer:
     await tenant.sessions.keep_window(entry, window)
     _count(call, ranking, considered, answer.value.exit)
     return answer
+
+
+def of_names(message: str) -> Refusal:
+    """A name in a rank that the store does not know."""
+    field, _, what = message.partition(": ")
+    if field == "multiplier":
+        return invalid(field, "ids of facts that are in the store", what.removesuffix(" not in the store"))
+    return Refusal(422, "invalid", message, field="where")
 
 
 async def rerank(call: Call) -> Answer:

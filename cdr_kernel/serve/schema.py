@@ -302,7 +302,8 @@ class RankFacts(Question, kw_only=True):
 
     k: facts to rank. where: only facts that have these values, or one of several, in "source" or attributes (null: no
     value), as if the store had no others. token_budget, max_facts, pack: what of them goes into the envelope (see
-    `pack_facts`). multiplier: a further factor per fact id.
+    `pack_facts`). multiplier: a further factor per fact id, 1 for facts that it does not name; ids that
+    are not in the store are 422, and so are those of quarantined and expired facts, which are not in it.
     """
 
     embedding_model: Name
