@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from serving import MODEL, b64, created, error_of, make_store, query, rank, same_session, serving
+from serving import MODEL, b64, bearer, created, error_of, make_store, query, rank, same_session, serving, write_keys
 
 from cdr_kernel import Retriever, cdr_rank
 
@@ -67,9 +67,34 @@ def test_quarantined_facts_are_in_no_ranking(folder):
         assert held.json()["changed"] == 1
         assert client.post(f"/v1/sessions/{sid}/rank", json=rank(k=1)).json()["facts"][0]["id"] != first
         assert client.get("/v1/stats").json()["quarantined"] == 1
+        told = error_of(client.get(f"/v1/facts/{first}"))
+        assert told["code"] == "quarantined"
+        assert told["message"] == f"the fact '{first}' is quarantined (wrong): it is in no ranking until it is released"
+        documents = {"model": MODEL, "query_embedding": b64(query()), "documents": [{"id": first}]}
+        told = error_of(client.post("/v1/rerank", json=documents))
+        assert (told["field"], told["got"]) == ("documents[0].id", f"'{first}', which is quarantined")
+        assert error_of(client.get("/v1/facts/nobody"))["code"] == "not_found"
+        assert client.post("/v1/facts/quarantine", json={"ids": ["f59"]}).json()["changed"] == 1
+        assert "'f59' is quarantined: it" in error_of(client.get("/v1/facts/f59"))["message"]
+        assert client.delete("/v1/facts/f59").json()["removed"] == 1
+        assert error_of(client.get("/v1/facts/f59"))["code"] == "not_found"
         assert client.post("/v1/facts/release", json={"ids": ["f59x"]}).status_code == 404
         assert client.post("/v1/facts/release", json={"ids": [first]}).json()["changed"] == 1
+        assert client.get(f"/v1/facts/{first}").json()["id"] == first
         assert client.post(f"/v1/sessions/{sid}/rank", json=rank(k=1)).json()["facts"][0]["id"] == first
+
+
+def test_a_quarantine_is_told_to_its_own_tenant_alone(tmp_path):
+    for name in ("a", "z"):
+        DurableStore.from_facts(make_store(prefix=name), tmp_path / name).close()
+    keys = write_keys(tmp_path / "keys.json", a="ka", z="kz")
+    with serving(tmp_path, keys=keys) as client:
+        held = client.post("/v1/facts/quarantine", json={"ids": ["a1"], "reason": "secret"}, headers=bearer("ka"))
+        assert held.json()["changed"] == 1
+        assert error_of(client.get("/v1/facts/a1", headers=bearer("ka")))["code"] == "quarantined"
+        foreign, absent = (error_of(client.get(f"/v1/facts/{id}", headers=bearer("kz"))) for id in ("a1", "nobody"))
+        assert foreign == absent
+        assert foreign["code"] == "not_found"
 
 
 def test_facts_expire(folder):

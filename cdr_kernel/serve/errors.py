@@ -70,6 +70,12 @@ def not_found(what: str) -> Refusal:
     return Refusal(404, "not_found", NOT_FOUND.format(what=what))
 
 
+def quarantined(id: str, reason: str | None) -> Refusal:
+    """A fact that its tenant has taken out of every ranking."""
+    why = "" if reason is None else f" ({reason})"
+    return Refusal(404, "quarantined", f"the fact {id!r} is quarantined{why}: it is in no ranking until it is released")
+
+
 def overloaded() -> Refusal:
     """Too much at once."""
     return Refusal(429, "overloaded", "too many requests at once, try again", headers={"Retry-After": "1"})

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cdr_kernel.serve import schema
-from cdr_kernel.serve.errors import not_found
+from cdr_kernel.serve.errors import not_found, quarantined
 from cdr_kernel.serve.idempotency import Done, replayed
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.stores import Facts
@@ -87,6 +87,8 @@ async def get_fact(call: Call) -> Answer:
         try:
             fact = facts.facts.get([id])[0]
         except KeyError:
+            if id in facts.quarantined:
+                raise quarantined(id, facts.quarantined[id]) from None
             raise not_found("fact") from None
         return schema.FactBody(
             fact.id, fact.text, fact.source, fact.position, fact.importance, fact.sequence, dict(fact.attributes)
@@ -114,7 +116,7 @@ async def stats(call: Call) -> Answer:
     return Answer(
         schema.Stats(
             facts=len(store),
-            quarantined=tenant.facts.quarantined,
+            quarantined=len(tenant.facts.quarantined),
             dim=store.dim,
             dtype=store.dtype.name,
             embedding_model=store.embedding_model,

@@ -21,8 +21,9 @@ from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.session_operations import exit_body
 from cdr_kernel.serve.sessions import new_id
+from cdr_kernel.serve.stores import Facts
 from cdr_kernel.session import Session
-from cdr_kernel.store import FactStore, StoreView
+from cdr_kernel.store import StoreView
 from cdr_kernel.task import Exit
 
 NO_BUDGET = 2**31 - 1
@@ -101,8 +102,7 @@ async def rerank(call: Call) -> Answer:
     made = dict(zip(bare, embedded, strict=True))
 
     def work() -> schema.Reranked:
-        store = tenant.facts.facts
-        view = store.view()
+        view = tenant.facts.facts.view()
         vectors, texts = [], []
         for i, item in enumerate(documents):
             text = item.text
@@ -111,7 +111,7 @@ async def rerank(call: Call) -> Answer:
             elif item.embedding is not None:
                 vectors.append(schema.vector(item.embedding, tenant.dim, f"documents[{i}].embedding"))
             else:
-                row = _row(store, view, item.id or "", i)
+                row = _row(tenant.facts, view, item.id or "", i)
                 text = view.texts([row])[0] if text is None else text
                 vectors.append(view.take(np.array([row], np.int64))[0])
             texts.append(text or "")
@@ -120,15 +120,16 @@ async def rerank(call: Call) -> Answer:
     return Answer(await call.thread(work))
 
 
-def _row(store: FactStore, view: StoreView, id: str, i: int) -> int:
+def _row(facts: Facts, view: StoreView, id: str, i: int) -> int:
     """The row of a fact in a view; by its sequence number, since a view would index all its ids for one."""
     try:
-        sequence = store.get([id])[0].sequence
+        sequence = facts.facts.get([id])[0].sequence
     except KeyError:
         sequence = -1
     row = int(np.searchsorted(view.sequence, sequence))
     if row >= view.rows or view.sequence[row] != sequence or not view.alive[row]:
-        raise invalid(f"documents[{i}].id", "the id of a fact of the store, or an embedding", repr(id))
+        got = f"{id!r}, which is quarantined" if id in facts.quarantined else repr(id)
+        raise invalid(f"documents[{i}].id", "the id of a fact of the store, or an embedding", got)
     return row
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from cdr_kernel.durable import DurableStore, is_durable
@@ -16,12 +18,12 @@ T = TypeVar("T")
 class Facts(Protocol):
     """What the operations ask of a store.
 
-    durable: whether facts outlast the process. quarantined: how many facts are. facts: what is ranked; changed by the
-    methods alone, which may wait for the disk and for other processes.
+    durable: whether facts outlast the process. quarantined: ids of the facts that are, with the reasons. facts: what is
+    ranked; changed by the methods alone, which may wait for the disk and for other processes.
     """
 
     durable: bool
-    quarantined: int
+    quarantined: Mapping[str, str | None]
 
     @property
     def facts(self) -> FactStore:
@@ -56,7 +58,7 @@ class DurableFacts:
 
     def __init__(self, path: Path, hash_key: HashKey | None = None) -> None:
         self._store = DurableStore.open(path, hash_key=hash_key)
-        self.quarantined = len(self._store.quarantined())
+        self.quarantined: Mapping[str, str | None] = self._store.quarantined()
 
     @property
     def facts(self) -> FactStore:
@@ -65,35 +67,35 @@ class DurableFacts:
 
     def add(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
         """See `Facts`."""
-        return self._counted(self._store.add(ids, texts, embeddings, **columns))
+        return self._noted(self._store.add(ids, texts, embeddings, **columns))
 
     def upsert(self, ids: list[str], texts: list[str], embeddings: Any, **columns: Any) -> Added:
         """See `Facts`."""
-        return self._counted(self._store.upsert(ids, texts, embeddings, **columns))
+        return self._noted(self._store.upsert(ids, texts, embeddings, **columns))
 
     def remove(self, ids: list[str], *, missing: str = "raise") -> int:
         """See `Facts`."""
-        return self._counted(self._store.remove(ids, missing=missing))
+        return self._noted(self._store.remove(ids, missing=missing))
 
     def quarantine(self, ids: list[str], reason: str | None = None) -> int:
         """See `Facts`."""
-        return self._counted(self._store.quarantine(ids, reason))
+        return self._noted(self._store.quarantine(ids, reason))
 
     def release(self, ids: list[str]) -> int:
         """See `Facts`."""
-        return self._counted(self._store.release(ids))
+        return self._noted(self._store.release(ids))
 
     def refresh(self) -> bool:
         """See `Facts`."""
-        return self._counted(self._store.refresh())
+        return self._noted(self._store.refresh())
 
     def close(self) -> None:
         """See `Facts`."""
         self._store.close()
 
-    def _counted(self, result: T) -> T:
-        """Count here, where changes take their time, what others may then read at once."""
-        self.quarantined = len(self._store.quarantined())
+    def _noted(self, result: T) -> T:
+        """Note here, where changes take their time, what others may then read at once."""
+        self.quarantined = self._store.quarantined()
         return result
 
 
@@ -101,7 +103,7 @@ class FolderFacts:
     """A store that `FactStore.save` wrote. What is changed here lasts as long as the process. See `Facts`."""
 
     durable = False
-    quarantined = 0
+    quarantined: Mapping[str, str | None] = MappingProxyType({})
 
     def __init__(self, path: Path, hash_key: HashKey | None = None) -> None:
         self._store = FactStore.load(path, hash_key=hash_key)
