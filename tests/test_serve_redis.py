@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import threading
 import time
 
 import pytest
-from serving import bearer, created, error_of, make_store, rank, serving, update, write_keys
+from serving import (
+    MODEL,
+    Settings,
+    bearer,
+    created,
+    error_of,
+    make_store,
+    query,
+    rank,
+    same_session,
+    serving,
+    update,
+    write_keys,
+)
+
+from cdr_kernel import Retriever, WindowReport, cdr_rank, pack_facts
+from cdr_kernel.serve.kept_window import KeptWindow
+from cdr_kernel.serve.redis_sessions import Redis
+from cdr_kernel.serve.sessions import LocalSessions, new_id
 
 redis = pytest.importorskip("redis", reason="needs the redis extra")
 
@@ -199,3 +218,96 @@ def test_without_redis_nothing_is_changed_and_the_replica_is_not_ready(folder, t
             assert created(client)
     finally:
         server.stop()
+
+
+def test_a_replica_does_not_serve_what_another_has_changed(replicas):
+    """Both have the session at hand; whatever one does to it, the other answers from what it is now."""
+    one, two = replicas
+    sid = created(one, max_windows=20)
+    for client in replicas:
+        assert client.get(f"/v1/sessions/{sid}").status_code == 200
+    for window in range(1, 5):
+        writer, reader = (one, two) if window % 2 else (two, one)
+        told = writer.post(f"/v1/sessions/{sid}/update", json=update([f"s{window % 3}"])).json()
+        assert told["session"]["window_count"] == window
+        assert reader.get(f"/v1/sessions/{sid}").json() == told["session"]
+        assert reader.post(f"/v1/sessions/{sid}/rank", json=rank()).json()["window"] == window + 1
+
+
+@pytest.fixture
+def stores(server):
+    """Runs a coroutine function with the sessions of two replicas in one loop."""
+
+    def run(work):
+        async def both():
+            connections = [Redis(server.url) for _ in "ab"]
+            settings = Settings(store="s")
+            made = [
+                each.sessions("t", LocalSessions(ttl_s=60, most=10, max_bytes=2**30), settings) for each in connections
+            ]
+            try:
+                return await work(*made)
+            finally:
+                for each in connections:
+                    await each.close()
+
+        return asyncio.run(both())
+
+    return run
+
+
+def changed(session):
+    twin = session.snapshot()
+    twin.update(WindowReport(0.1, ("s0",)), "red green", embedding_model=MODEL)
+    return twin
+
+
+def test_the_second_of_two_commits_of_one_version_is_refused(stores):
+    async def work(one, two):
+        mine = await one.create(same_session(id=new_id()))
+        theirs = await two.get(mine.id)
+        before = theirs.now
+        assert before.number == mine.now.number
+        assert await one.commit(mine, mine.now, changed(mine.now.session), {})
+        assert not await two.commit(theirs, before, changed(before.session), {})
+        assert theirs.now is before  # nothing was done
+        again = await two.get(mine.id)
+        assert again.now.number == mine.now.number != before.number
+        assert again.now.session.window_count == 1
+
+    stores(work)
+
+
+def test_a_commit_over_a_session_that_was_read_again_meanwhile_keeps_what_was_read(stores):
+    async def work(one, two):
+        mine = await one.create(same_session(id=new_id()))
+        theirs = await two.get(mine.id)
+        before = theirs.now
+        assert await two.commit(theirs, before, changed(before.session), {})
+        newest = theirs.now
+        read = await one.get(mine.id)
+        assert read is mine
+        assert mine.now.number == newest.number
+        assert not await one.commit(mine, before, changed(before.session), {})
+        assert mine.now.number == newest.number
+
+    stores(work)
+
+
+def test_the_ranking_of_a_session_as_it_was_is_not_kept(stores):
+    async def work(one, two):
+        mine = await one.create(same_session(id=new_id()))
+        envelope = pack_facts(cdr_rank(query(), Retriever(make_store()), mine.now.session, k=5), 60)
+        old = KeptWindow.of(envelope, mine.now.number)
+        await one.keep_window(mine, old)
+        theirs = await two.get(mine.id)
+        assert (await two.window_of(theirs)).version == old.version
+        assert await one.commit(mine, mine.now, changed(mine.now.session), {})
+        assert await two.window_of(theirs) is None
+        await two.keep_window(theirs, old)  # it ranked for the session as it was
+        assert await one.window_of(mine) is None
+        await one.keep_window(mine, KeptWindow.of(envelope, mine.now.number))
+        await two.keep_window(theirs, old)
+        assert (await one.window_of(mine)).version == mine.now.number
+
+    stores(work)

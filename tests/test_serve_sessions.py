@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import time
 import weakref
 
 import pytest
 from serving import MODEL, created, make_store, new_session, rank, same_session, serving, update
 
 from cdr_kernel import Retriever, WindowReport, cdr_rank, pack_facts
+from cdr_kernel.serve import session_operations
 from cdr_kernel.serve import sessions as module
 from cdr_kernel.serve.errors import Refusal
 from cdr_kernel.serve.idempotency import Answers, Done
@@ -151,3 +154,73 @@ def test_sessions_go_over_http_too(tmp_path):
         assert [client.get(f"/v1/sessions/{id}").status_code for id in ids] == [404, 200, 200]
         assert 'cdr_sessions_evicted_total{reason="lru"} 1.0' in client.get("/metrics").text
         assert client.post("/v1/sessions", json=new_session()).status_code == 200
+
+
+def crowd(client, sends, seconds=60.0):
+    """The answers to these requests to change one session, in the order in which they come: all are under way before
+    one is done."""
+    service, answers = client.app.state.service, []
+    (entry,) = service.tenants["default"].local._entries.values()
+    go = threading.Event()
+    held = [service.pool.submit(go.wait, 120) for _ in range(service.settings.threads)]
+    threads = [threading.Thread(target=lambda send=send: answers.append(send())) for send in sends]
+    try:
+        for i, thread in enumerate(threads, start=1):
+            thread.start()
+            until = time.monotonic() + seconds
+            while service.pool._work_queue.qsize() + len(entry.lock._waiters or ()) < i:  # its work, or its turn
+                assert time.monotonic() < until
+                time.sleep(0.002)
+        go.set()
+        for thread in threads:
+            thread.join()
+    finally:
+        go.set()
+    assert all(each.result() for each in held)
+    return answers
+
+
+def test_changes_of_one_session_wait_for_their_turn_and_none_starts_again(tmp_path, monkeypatch):
+    """Without turns all but one would find the session changed and do their work again, and again."""
+    monkeypatch.setattr(session_operations, "ATTEMPTS", 1)
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s") as client:
+        path = f"/v1/sessions/{created(client, max_windows=20)}/update"
+        answers = crowd(client, [lambda: client.post(path, json=update())] * 6)
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert sorted(answer.json()["session"]["window_count"] for answer in answers) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_ranking_counts_for_the_first_of_two_updates_at_once(tmp_path):
+    """The second one took the ranking of the session as it was, and then the first one changed the session."""
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s") as client:
+        sid = created(client)
+        assert client.post(f"/v1/sessions/{sid}/rank", json=rank()).json()["facts"]
+        path = f"/v1/sessions/{sid}/update"
+        answers = crowd(client, [lambda: client.post(path, json=update())] * 2)
+    told = {answer.json()["session"]["window_count"]: answer.json()["exit"]["novelty_ratio"] for answer in answers}
+    assert told[1] is not None
+    assert told[2] is None
+
+
+def a_window(version):
+    envelope = pack_facts(cdr_rank([1.0] + [0.1] * 7, Retriever(make_store()), same_session(), k=9), 60)
+    return KeptWindow.of(envelope, version)
+
+
+def test_a_ranking_that_comes_late_does_not_replace_that_of_the_session_as_it_is(clock):
+    kept, _ = sessions()
+    entry = asyncio.run(kept.create(same_session(id="a")))
+    old, new = a_window(entry.now.number), a_window(entry.now.number + 1)
+    asyncio.run(kept.keep_window(entry, old))
+    assert asyncio.run(kept.window_of(entry)) is old
+    before = kept.nbytes
+    assert asyncio.run(kept.commit(entry, entry.now, entry.now.session.snapshot(), {}))
+    assert asyncio.run(kept.window_of(entry)) is None  # of no use any more
+    assert kept.nbytes == size_of(entry) < before
+    asyncio.run(kept.keep_window(entry, old))
+    assert asyncio.run(kept.window_of(entry)) is None
+    asyncio.run(kept.keep_window(entry, new))
+    asyncio.run(kept.keep_window(entry, old))
+    assert asyncio.run(kept.window_of(entry)) is new
