@@ -421,9 +421,9 @@ def multipliers(values: Multiplier | None, view: StoreView) -> Float64 | None:
     """A multiplier as float64 [R], one entry per row of the view."""
     if values is None:
         return None
+    given: npt.ArrayLike
     if isinstance(values, Mapping):
-        rows = known_rows(values, view)
-        given = list(values.values())
+        rows, given = known_rows(values, view), list(values.values())
     else:
         rows, given = np.flatnonzero(view.alive), values
     out = np.ones(view.rows)

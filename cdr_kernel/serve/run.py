@@ -2,7 +2,8 @@
 
 SIGTERM or SIGINT: /readyz says "draining", answers close their connections, and for `drain_s` seconds everything is
 still served, so that whoever routes requests here can stop. Then the port is closed, a request whose body is not whole
-by then is turned away, what was accepted is finished, and the process exits with 0. A second signal ends it at once.
+a second later is turned away, what was accepted is finished, and the process exits with 0. A second signal ends it at
+once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 65
 SWITCH_S = 0.0005
 """How long a thread that ranks or packs may keep the event loop, which turns requests away, from running."""
+BODY_S = 1.0
+"""How long after the port has closed bodies may still come."""
 
 
 class _Server(uvicorn.Server):
@@ -70,12 +73,14 @@ class _Server(uvicorn.Server):
         self._drain = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
-        await asyncio.sleep(self._service.settings.drain_s)
+        settings = self._service.settings
+        await asyncio.sleep(settings.drain_s)
+        self.should_exit = True
+        await asyncio.sleep(min(BODY_S, settings.stop_s / 2))  # what is on its way arrives
         unfinished = self._service.stop_reading()
         if unfinished:
-            what = "bodies that were not whole when the port closed: answered 503, nothing was changed"
+            what = "bodies that were not whole after the port had closed: answered 503, nothing was changed"
             logs.event("cut_off", logging.WARNING, requests=unfinished, what=what)
-        self.should_exit = True
 
 
 def run(settings: Settings) -> int:
