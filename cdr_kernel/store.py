@@ -6,65 +6,40 @@ was while others add and remove: whoever ranks works on one consistent version w
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-import tempfile
 import threading
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import compress, islice, pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Blocks, Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows, take_rows
-from cdr_kernel.attributes import KINDS, Attribute, Attributes, Value, Where, checked_attributes, chosen, where_key
+from cdr_kernel import store_folder
+from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows
+from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
 from cdr_kernel.checks import check_strings, few
-from cdr_kernel.folder import LOCK, Kind, read_array, synced
-from cdr_kernel.ngram import TOKEN_BYTES, HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens, tokenize
+from cdr_kernel.ngram import HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens, tokenize
+from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
+from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
+from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
 
-Bool: TypeAlias = npt.NDArray[np.bool_]
+__all__ = [
+    "DTYPES",
+    "FORMAT",
+    "FORMAT_VERSION",
+    "Added",
+    "Bool",
+    "Checked",
+    "EmbeddingModelMismatch",
+    "Fact",
+    "FactStore",
+    "StoreView",
+    "check_store_folder",
+]
 
-FORMAT = "cdr-fact-store"
-FORMAT_VERSION = 2
 DTYPES = ("float16", "float32", "float64")
-_ARRAYS = ("embeddings", "squared_norms", "importance", "sequence", "positions", "tokens", "token_offsets")
-_TEXTS = ("ids", "texts", "sources")
-_FILES = {*(f"{name}.npy" for name in _ARRAYS), *(f"{n}{end}" for n in _TEXTS for end in (".utf8", "_offsets.npy"))}
-_KIND = Kind(
-    "store",
-    file="manifest.json",
-    data="data-",
-    format=FORMAT,
-    version=FORMAT_VERSION,
-    oldest=1,  # which knew no attributes
-    fields={
-        "dim": int,
-        "dtype": str,
-        "embedding_model": str,
-        "tokenizer": str,
-        "hash_key": str,
-        "unicode": str,
-        "facts": int,
-        "next_sequence": int,
-        "files": dict,
-    },
-)
-_UNFINISHED = re.compile(  # names that saves give, of stores and of the scan indexes beside them
-    rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}"
-)
-_NO_POSITION = -1
-_MAX_POSITION = 2**63 - 1
-_FLOAT64 = np.finfo(np.float64)
-_CHUNK = 65536  # rows read or written at a time
-_SELECTIONS = 8  # filtered views that a view keeps
-_PIECE_BYTES = 2 << 30  # of rows in memory that lie in one array
 
 
 class EmbeddingModelMismatch(ValueError):
@@ -73,22 +48,6 @@ class EmbeddingModelMismatch(ValueError):
     def __init__(self, what: str, expected: str, got: str | None) -> None:
         named = "no embedding model was named" if got is None else f"got {got!r}"
         super().__init__(f"{what}: expected embedding model {expected!r}, {named}")
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One fact as it is stored. importance is finite and >= 0; sequence grows with every add (reading R26).
-
-    attributes: the further columns that have a value for it.
-    """
-
-    id: str
-    text: str
-    source: str | None
-    position: int | None
-    importance: float
-    sequence: int
-    attributes: Mapping[str, Value] = field(default_factory=dict, hash=False)
 
 
 class Added(NamedTuple):
@@ -130,355 +89,6 @@ class Checked(NamedTuple):
             None if self.sequence is None else self.sequence[keep],
             self.skipped,
         )
-
-
-class _Strings(Sequence[str]):
-    """Append-only strings: a mapped part (UTF-8 bytes and offsets) and a list of what came later."""
-
-    def __init__(self, offsets: Int64 | None = None, utf8: npt.NDArray[np.uint8] | None = None) -> None:
-        self._offsets = np.zeros(1, np.int64) if offsets is None else offsets
-        self._utf8 = np.zeros(0, np.uint8) if utf8 is None else utf8
-        self._mapped = len(self._offsets) - 1
-        self._tail: list[str] = []
-
-    def __len__(self) -> int:
-        return self._mapped + len(self._tail)
-
-    def __getitem__(self, row: Any) -> Any:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
-        if row >= self._mapped:
-            return self._tail[row - self._mapped]
-        start, stop = self._offsets[row], self._offsets[row + 1]
-        return self._utf8[start:stop].tobytes().decode("utf-8", "surrogatepass")
-
-    def at(self, rows: Int64) -> list[str]:
-        """The strings of these rows, sooner than one by one."""
-        tail, mapped = self._tail, self._mapped
-        if not mapped:
-            return [tail[row] for row in rows.tolist()]
-        inside = rows < mapped
-        first = np.where(inside, rows, 0)
-        starts, stops = self._offsets[first].tolist(), self._offsets[first + 1].tolist()
-        utf8 = self._utf8.data
-        return [
-            str(utf8[start:stop], "utf-8", "surrogatepass") if here else tail[row - mapped]
-            for row, here, start, stop in zip(rows.tolist(), inside.tolist(), starts, stops, strict=True)
-        ]
-
-    def __iter__(self) -> Iterator[str]:
-        for first in range(0, self._mapped, _CHUNK):
-            offsets = self._offsets[first : first + _CHUNK + 1]
-            utf8 = self._utf8[offsets[0] : offsets[-1]].tobytes()
-            for start, stop in pairwise((offsets - offsets[0]).tolist()):
-                yield utf8[start:stop].decode("utf-8", "surrogatepass")
-        yield from self._tail
-
-    def write(self, at: int, strings: Iterable[str]) -> None:
-        """Put strings at row `at` and on, dropping what an interrupted call may have left there."""
-        self._tail[at - self._mapped :] = strings
-
-
-class _Pieces:
-    """Rows [n, D] with room behind them, in several arrays where they are many: growing never copies all of them."""
-
-    def __init__(self, dim: int, dtype: np.dtype[Any], new: New) -> None:
-        self._room = max(1, _PIECE_BYTES // (dim * dtype.itemsize))  # rows of one piece
-        self._new = new
-        self._shape, self._dtype = (self._room, dim), dtype
-        self._pieces = [Growing(np.empty((0, dim), dtype), new)]
-
-    def write(self, at: int, rows: npt.NDArray[Any]) -> None:
-        """Put rows at row `at` and on; rows before that are not touched."""
-        while len(rows):
-            piece, inside = divmod(at, self._room)
-            if piece == len(self._pieces):  # the rows before fill their pieces, so this one will soon be needed whole
-                self._pieces.append(Growing(self._new(self._shape, self._dtype)))
-            part = rows[: self._room - inside]
-            self._pieces[piece].write(inside, part)
-            at, rows = at + len(part), rows[len(part) :]
-
-    def front(self, n: int) -> Blocks:
-        """The first n rows, at least one array."""
-        starts = range(0, max(n, 1), self._room)
-        return tuple(p.front(min(n - start, self._room)) for start, p in zip(starts, self._pieces, strict=False))
-
-
-def _new_in(folder: Path) -> New:
-    """Makes arrays in files of this folder that have no name and go with the array."""
-
-    def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            size = math.prod(shape) * dtype.itemsize
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an OSError here, a dead process later
-            else:
-                file.truncate(size)
-            return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
-
-    return new
-
-
-class _Tokens:
-    """Append-only token hashes: a mapped block and one of what came later."""
-
-    def __init__(self, mapped: TokenBlock | None = None, tail: TokenBlock | None = None) -> None:
-        offsets, tokens = tail or (np.zeros(1, np.int64), np.zeros(0, np.uint8))
-        self._mapped = mapped
-        self._mapped_rows = 0 if mapped is None else len(mapped[0]) - 1
-        self._offsets = Growing(offsets)
-        self._tokens = Growing(tokens)
-
-    def write(self, at: int, block: TokenBlock) -> None:
-        """Put the rows of a block at row `at` and on; rows before that are not touched."""
-        offsets, tokens = block
-        row = at - self._mapped_rows
-        start = int(self._offsets.buffer[row])
-        self._tokens.write(TOKEN_BYTES * start, tokens)
-        self._offsets.write(row + 1, offsets[1:] + start)
-
-    def blocks(self, n: int) -> tuple[TokenBlock, ...]:
-        offsets = self._offsets.front(n - self._mapped_rows + 1)
-        tail = (offsets, self._tokens.front(TOKEN_BYTES * int(offsets[-1])))
-        if self._mapped is None:
-            return (tail,)
-        return (self._mapped, tail) if len(offsets) > 1 else (self._mapped,)
-
-
-@dataclass
-class _Storage:
-    """The columns behind the views of one layout: append-only, so views of different lengths share them."""
-
-    mapped: npt.NDArray[Any] | None
-    tail: _Pieces
-    squared_norms: Growing
-    importance: Growing
-    sequence: Growing
-    positions: Growing
-    ids: _Strings
-    texts: _Strings
-    tokens: _Tokens
-    sources: _Strings  # "" for None, else "=" and the source: "" is a source like any other
-    attributes: dict[str, Attribute]
-    source_codes: Attribute = field(default_factory=lambda: Attribute(str))  # made when a filter first asks
-    coding: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def mapped_rows(self) -> int:
-        return 0 if self.mapped is None else len(self.mapped)
-
-    def blocks(self, n: int) -> Blocks:
-        tail = self.tail.front(n - self.mapped_rows)
-        if self.mapped is None:
-            return tail
-        return (self.mapped, *tail) if len(tail[0]) else (self.mapped,)
-
-    def attribute(self, name: str, n: int) -> Attribute | None:
-        """The column of this name, with at least n rows; None where there is none."""
-        if name != "source":
-            return self.attributes.get(name)
-        codes = self.source_codes
-        with self.coding:
-            if codes.rows < n:
-                sources = islice(self.sources, n) if codes.rows == 0 else self.sources[codes.rows : n]
-                codes.write(codes.rows, [s[1:] if s else None for s in sources])
-        return codes
-
-
-def _marked(source: str | None) -> str:
-    return "" if source is None else "=" + source
-
-
-@dataclass(frozen=True, eq=False)
-class StoreView:
-    """One version of a store, unchanged whatever the store does next. R rows, removed ones included.
-
-    blocks: the embeddings as stored, arrays [R_i, D] of one dtype, read one after the other: the mapped part, then what
-    was added, 2 GiB an array.
-    squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
-    ascending. tokens: the token hashes of the texts, for n-gram guards. version: the number of changes the store had
-    seen; layout: how often its rows were renumbered.
-    """
-
-    blocks: Blocks
-    squared_norms: Float64
-    importance: Float64
-    alive: Bool
-    sequence: Int64
-    tokens: TokenRows
-    version: int
-    layout: int
-    embedding_model: str
-    _storage: _Storage = field(repr=False)
-    selection: bytes = b""
-    """What tells a view of some facts (`select`) from one of others, b"" for a view of all."""
-    _selected: dict[bytes, StoreView] = field(default_factory=dict, repr=False)
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return len(self.alive)
-
-    @property
-    def dim(self) -> int:
-        """D."""
-        return int(self.blocks[0].shape[1])
-
-    def __len__(self) -> int:
-        """Facts that are not removed."""
-        return int(np.count_nonzero(self.alive))
-
-    @property
-    def embeddings(self) -> npt.NDArray[Any]:
-        """[R, D] as stored; a copy where there are several blocks."""
-        return self.blocks[0] if len(self.blocks) == 1 else np.concatenate(self.blocks)
-
-    @property
-    def ids(self) -> list[str]:
-        """Ids of the facts that are not removed, in order of their sequence."""
-        return list(compress(self._storage.ids, self.alive.tolist()))
-
-    @cached_property
-    def _row_of(self) -> dict[str, int]:
-        return _index(self)
-
-    def row_of(self, fact_id: str) -> int:
-        """The row of a fact; KeyError where it is not there. The first call reads all ids."""
-        return self._row_of[fact_id]
-
-    def id_of(self, row: int) -> str:
-        """The id of the fact in this row."""
-        return str(self._storage.ids[row])
-
-    def texts(self, rows: Iterable[int]) -> list[str]:
-        """Texts of these rows."""
-        return [self._storage.texts[int(row)] for row in rows]
-
-    def attribute(self, name: str) -> list[Value | None]:
-        """Values of a further column, one per fact in the order of ``ids``, None for facts without one.
-
-        "source" is a column too. Raises KeyError where no fact was ever added with it.
-        """
-        column = self._storage.attribute(name, self.rows)
-        if column is None:
-            raise KeyError(f"attributes: expected one of {self.attribute_names}, got {name!r}")
-        return column.values(np.flatnonzero(self.alive))
-
-    @property
-    def attribute_names(self) -> list[str]:
-        """Names of the further columns."""
-        return sorted(name for name in list(self._storage.attributes) if not name.startswith("_"))
-
-    @property
-    def attribute_types(self) -> dict[str, type]:
-        """Types of the further columns by name: str, int, float or bool."""
-        return {name: self._storage.attributes[name].kind for name in self.attribute_names}
-
-    def rows_at_most(self, name: str, limit: int) -> Int64:
-        """Rows of facts whose value in a column of int is not above a limit; none where there is no such column."""
-        column = self._storage.attributes.get(name)
-        if column is None:
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(self.alive & column.at_most(limit, self.rows))
-
-    def where(self, **wanted: Value | Iterable[Value | None] | None) -> Bool:
-        """Which facts have these values: bool [len(self)] in the order of ``ids``, as `where=` of a ranking takes it.
-
-        Each keyword is "source" or an attribute, with the value it must have or several of which it must have one;
-        None is the absence of a value. Several keywords must all hold. Raises KeyError for an attribute that no fact
-        has, TypeError for a value of another type than the attribute's.
-        """
-        return self._mask(wanted)[self.alive]
-
-    def _mask(self, wanted: Mapping[str, Any]) -> Bool:
-        mask = np.ones(self.rows, np.bool_)
-        for name, values in wanted.items():
-            column = None if name.startswith("_") else self._storage.attribute(name, self.rows)
-            if column is None:
-                raise KeyError(f"where: expected source or one of {self.attribute_names}, got {name!r}")
-            mask &= column.equal(chosen(values), self.rows, f"where[{name!r}]")
-        return mask
-
-    def select(self, where: Where | None) -> StoreView:
-        """This version with only the facts of which `where` holds: everything else is as if it had been removed.
-
-        where: a mapping as the keywords of ``where``, a bool array [len(self)] in the order of ``ids``, or None for
-        all. Raises what ``where`` raises, ValueError for another length, TypeError for another type.
-        """
-        if where is None:
-            return self
-        key = where_key(where, len(self), self.selection)
-        found = self._selected.get(key)
-        if found is None:
-            alive = self.alive.copy()
-            if isinstance(where, Mapping):
-                alive &= self._mask(where)
-            else:
-                alive[alive] = np.asarray(where)
-            alive.flags.writeable = False
-            found = replace(self, alive=alive, selection=key, _selected={})
-            for old in list(self._selected)[: 1 - _SELECTIONS]:
-                self._selected.pop(old, None)
-            self._selected[key] = found
-        return found
-
-    def facts(self, rows: Iterable[int]) -> list[Fact]:
-        """The facts in these rows."""
-        at = np.fromiter(rows, np.int64)
-        storage = self._storage
-        further = {name: column.values(at) for name, column in list(storage.attributes.items()) if name[0] != "_"}
-        columns = zip(
-            storage.ids.at(at),
-            storage.texts.at(at),
-            storage.sources.at(at),
-            storage.positions.buffer[at].tolist(),
-            self.importance[at].tolist(),
-            self.sequence[at].tolist(),
-            strict=True,
-        )
-        facts = [
-            Fact(
-                id=id,
-                text=text,
-                source=source[1:] if source else None,
-                position=None if position == _NO_POSITION else position,
-                importance=importance,
-                sequence=sequence,
-            )
-            for id, text, source, position, importance, sequence in columns
-        ]
-        if not further:
-            return facts
-        return [
-            replace(fact, attributes={name: v for name, values in further.items() if (v := values[i]) is not None})
-            for i, fact in enumerate(facts)
-        ]
-
-    def sources(self, rows: Iterable[int]) -> list[str | None]:
-        """Sources of these rows."""
-        marked = self._storage.sources.at(np.fromiter(rows, np.int64))
-        return [source[1:] if source else None for source in marked]
-
-    def places(self, rows: Iterable[int]) -> list[tuple[str, int] | None]:
-        """(source, position) of these rows, None where a fact lacks one of them."""
-        out: list[tuple[str, int] | None] = []
-        for row in rows:
-            source, position = self._storage.sources[int(row)], int(self._storage.positions.buffer[int(row)])
-            out.append((source[1:], position) if source and position != _NO_POSITION else None)
-        return out
-
-    def take(self, rows: Int64) -> npt.NDArray[Any]:
-        """Copy of the embeddings of these rows, [M, D] as stored."""
-        return take_rows(self.blocks, rows)
-
-
-def _index(view: StoreView) -> dict[str, int]:
-    ids = view.ids
-    rows = dict(zip(ids, np.flatnonzero(view.alive).tolist(), strict=True))
-    if len(rows) < len(ids):
-        twice = next(i for i, row in zip(ids, np.flatnonzero(view.alive).tolist(), strict=True) if rows[i] != row)
-        raise ValueError(f"ids: {twice!r} more than once: the store it was loaded from is damaged")
-    return rows
 
 
 class FactStore:
@@ -531,29 +141,29 @@ class FactStore:
         """The folder that the store was loaded from."""
         if scratch is not None and not Path(scratch).is_dir():
             raise FileNotFoundError(f"scratch: expected a folder, found none at {scratch}")
-        self._new: New = np.empty if scratch is None else _new_in(Path(scratch))
+        self._new: New = np.empty if scratch is None else new_in(Path(scratch))
         self.about: Mapping[str, Any] = {}
         """What its manifest says beside the facts, and `data`, the subfolder they are in."""
         self._hasher = TokenHasher(tokenizer, hash_key)
         self._lock = threading.RLock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
         self._next_sequence = 0
-        storage = _Storage(
+        storage = Storage(
             mapped=None,
-            tail=_Pieces(self.dim, self.dtype, self._new),
+            tail=Pieces(self.dim, self.dtype, self._new),
             squared_norms=Growing(np.zeros(0)),
             importance=Growing(np.zeros(0)),
             sequence=Growing(np.zeros(0, np.int64)),
             positions=Growing(np.zeros(0, np.int64)),
-            ids=_Strings(),
-            texts=_Strings(),
-            tokens=_Tokens(),
-            sources=_Strings(),
+            ids=Strings(),
+            texts=Strings(),
+            tokens=Tokens(),
+            sources=Strings(),
             attributes={},
         )
         self._view = self._view_of(storage, np.zeros(0, np.bool_), version=0, layout=0)
 
-    def _view_of(self, storage: _Storage, alive: Bool, version: int, layout: int) -> StoreView:
+    def _view_of(self, storage: Storage, alive: Bool, version: int, layout: int) -> StoreView:
         alive.flags.writeable = False
         n = len(alive)
         return StoreView(
@@ -662,7 +272,7 @@ class FactStore:
 
     def _rows(self) -> dict[str, int]:
         if self._row_of is None:
-            self._row_of = _index(self._view)
+            self._row_of = indexed(self._view)
         return self._row_of
 
     def add(
@@ -817,7 +427,7 @@ class FactStore:
                 self._row_of = known
 
     @staticmethod
-    def _write_rows(storage: _Storage, n: int, found: Checked, sequence: Int64) -> None:
+    def _write_rows(storage: Storage, n: int, found: Checked, sequence: Int64) -> None:
         """Put facts at row n and on, where no view looks yet."""
         storage.tail.write(n - storage.mapped_rows, found.embeddings)
         storage.squared_norms.write(n, found.squared_norms)
@@ -827,7 +437,7 @@ class FactStore:
         storage.ids.write(n, found.ids)
         storage.texts.write(n, found.texts)
         storage.tokens.write(n, found.tokens)
-        storage.sources.write(n, map(_marked, found.sources))
+        storage.sources.write(n, map(marked, found.sources))
         for name, (kind, _) in found.attributes.items():
             if name not in storage.attributes:
                 storage.attributes[name] = Attribute.missing(kind, n)
@@ -878,20 +488,20 @@ class FactStore:
             if not removed:
                 return 0
             old = view._storage
-            rows = _Pieces(self.dim, self.dtype, self._new)
-            for start in range(0, len(keep), _CHUNK):
-                rows.write(start, view.take(keep[start : start + _CHUNK]))
-            new = _Storage(
+            rows = Pieces(self.dim, self.dtype, self._new)
+            for start in range(0, len(keep), CHUNK):
+                rows.write(start, view.take(keep[start : start + CHUNK]))
+            new = Storage(
                 mapped=None,
                 tail=rows,
                 squared_norms=Growing(view.squared_norms[keep]),
                 importance=Growing(view.importance[keep]),
                 sequence=Growing(view.sequence[keep]),
                 positions=Growing(old.positions.buffer[keep]),
-                ids=_Strings(),
-                texts=_Strings(),
-                tokens=_Tokens(tail=take_tokens(view.tokens.blocks, keep)),
-                sources=_Strings(),
+                ids=Strings(),
+                texts=Strings(),
+                tokens=Tokens(tail=take_tokens(view.tokens.blocks, keep)),
+                sources=Strings(),
                 attributes={name: column.take(keep) for name, column in old.attributes.items()},
             )
             alive = view.alive.tolist()
@@ -945,47 +555,7 @@ class FactStore:
         with self._lock:
             saved, next_sequence = view or self._view, self._next_sequence
         check_store_folder(folder)
-        _KIND.save(folder, lambda data: self._write(saved, data, next_sequence, about))
-
-    def _write(
-        self,
-        view: StoreView,
-        data: Path,
-        next_sequence: int,
-        about: Callable[[Path], Mapping[str, Any]] | None,
-    ) -> dict[str, Any]:
-        keep = np.flatnonzero(view.alive)
-        _save_rows(data / "embeddings.npy", view, keep)
-        arrays = {
-            "squared_norms": view.squared_norms[keep],
-            "importance": view.importance[keep],
-            "sequence": view.sequence[keep],
-            "positions": view._storage.positions.buffer[keep],
-        }
-        for name, array in arrays.items():
-            with synced(data / f"{name}.npy") as file:
-                np.save(file, array, allow_pickle=False)
-        _save_tokens(data, view.tokens, keep)
-        alive = view.alive.tolist()
-        for name in _TEXTS:
-            _save_strings(data, name, compress(getattr(view._storage, name), alive))
-        attributes = {}
-        for i, (name, column) in enumerate(sorted(view._storage.attributes.items())):
-            attributes[name] = {"type": column.kind.__name__, "file": f"attribute-{i}"}
-            column.save(data / f"attribute-{i}", keep)
-        return {
-            "dim": self.dim,
-            "dtype": self.dtype.name,
-            "embedding_model": self.embedding_model,
-            "tokenizer": self.tokenizer_name,
-            "hash_key": self.key_fingerprint,
-            "unicode": unicodedata.unidata_version,
-            "facts": len(keep),
-            "next_sequence": next_sequence,
-            "attributes": attributes,
-            "about": {} if about is None else dict(about(data)),
-            "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
-        }
+        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, about))
 
     @classmethod
     def load(
@@ -1015,153 +585,27 @@ class FactStore:
         number.
         """
         folder = Path(path)
-        return _KIND.load(folder, lambda manifest: cls._read(folder, manifest, mmap, tokenizer, hash_key, scratch))
 
-    @classmethod
-    def _read(
-        cls,
-        folder: Path,
-        manifest: dict[str, Any],
-        mmap: bool,
-        tokenizer: Tokenizer | None,
-        hash_key: HashKey | None,
-        scratch: str | os.PathLike[str] | None,
-    ) -> FactStore:
-        data = folder / manifest["data"]
-        sizes = manifest["files"]
-        further = _attribute_files(folder, manifest)
-        for name in sorted(_FILES | {n for files in further.values() for n in files[2:]}):
-            file, size = data / name, sizes.get(name)
-            if type(size) is not int:
-                raise ValueError(f"{folder / _KIND.file}: expected the size of {name} in files, found {size!r}")
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
-                raise ValueError(f"{file}: expected {size} bytes, found {'no file' if found is None else found}")
-        n, dim = manifest["facts"], manifest["dim"]
-        store = cls(
-            dim,
-            embedding_model=manifest["embedding_model"],
-            dtype=manifest["dtype"],
-            tokenizer=tokenizer,
-            hash_key=hash_key,
-            scratch=scratch,
-        )
-        store.check_hasher(manifest, f"{folder}")
+        def read(manifest: dict[str, Any]) -> FactStore:
+            store = cls(
+                manifest["dim"],
+                embedding_model=manifest["embedding_model"],
+                dtype=manifest["dtype"],
+                tokenizer=tokenizer,
+                hash_key=hash_key,
+                scratch=scratch,
+            )
+            store.check_hasher(manifest, f"{folder}")
+            storage = store_folder.read(folder, manifest, store.dtype, mmap=mmap, new=store._new)
+            about = manifest.get("about", {})
+            store.path = folder
+            store.about = {**(about if isinstance(about, dict) else {}), "data": manifest["data"]}
+            store._row_of = None
+            store._next_sequence = manifest["next_sequence"]
+            store._view = store._view_of(storage, np.ones(manifest["facts"], np.bool_), version=0, layout=0)
+            return store
 
-        def numbers(name: str, dtype: Any, least: float, most: float) -> Growing:
-            file = data / f"{name}.npy"
-            a = read_array(file, dtype, (n,), mapped=False)
-            if n and not (least <= a.min() and a.max() <= most):
-                bad = int(np.flatnonzero(~((a >= least) & (a <= most)))[0])
-                raise ValueError(f"{file}: expected {least:g} to {most:g}, found {a[bad]} in row {bad}")
-            return Growing(a)
-
-        def offsets(name: str) -> Int64:
-            file = data / f"{name}.npy"
-            a = read_array(file, np.int64, (n + 1,), mapped=mmap)
-            if a[0] != 0 or (a[1:] < a[:-1]).any():
-                raise ValueError(f"{file}: expected offsets from 0 on that never fall")
-            return a
-
-        def strings(name: str) -> _Strings:
-            ends, file, size = offsets(f"{name}_offsets"), data / f"{name}.utf8", sizes[f"{name}.utf8"]
-            if ends[-1] != size:
-                raise ValueError(f"{data / name}_offsets.npy: expected {size} (the bytes of {file.name}) at the end")
-            return _Strings(ends, np.memmap(file, np.uint8, "r") if mmap and size else np.fromfile(file, np.uint8))
-
-        embeddings = read_array(data / "embeddings.npy", store.dtype, (n, dim), mapped=mmap)
-        ends = offsets("token_offsets")
-        tokens = read_array(data / "tokens.npy", np.uint8, (TOKEN_BYTES * int(ends[-1]),), mapped=mmap)
-        sequence = numbers("sequence", np.int64, 0, manifest["next_sequence"] - 1)
-        if (sequence.buffer[1:] <= sequence.buffer[:-1]).any():
-            raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
-        storage = _Storage(
-            mapped=embeddings if n else None,
-            tail=_Pieces(dim, store.dtype, store._new),
-            squared_norms=numbers("squared_norms", np.float64, _FLOAT64.smallest_subnormal, _FLOAT64.max),
-            importance=numbers("importance", np.float64, 0.0, _FLOAT64.max),
-            sequence=sequence,
-            positions=numbers("positions", np.int64, _NO_POSITION, _MAX_POSITION),
-            ids=strings("ids"),
-            texts=strings("texts"),
-            tokens=_Tokens(mapped=(ends, tokens) if n else None),
-            sources=strings("sources"),
-            attributes={name: Attribute.load(kind, data / stem, n) for name, (kind, stem, *_) in further.items()},
-        )
-        store.path = folder
-        about = manifest.get("about", {})
-        store.about = {**(about if isinstance(about, dict) else {}), "data": manifest["data"]}
-        store._row_of = None
-        store._next_sequence = manifest["next_sequence"]
-        store._view = store._view_of(storage, np.ones(n, np.bool_), version=0, layout=0)
-        return store
-
-
-def _save_rows(path: Path, view: StoreView, keep: Int64) -> None:
-    header = {
-        "descr": np.lib.format.dtype_to_descr(view.blocks[0].dtype),
-        "fortran_order": False,
-        "shape": (len(keep), view.dim),
-    }
-    with synced(path) as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, len(keep), _CHUNK):
-            file.write(view.take(keep[start : start + _CHUNK]).tobytes())
-
-
-def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
-    lengths = np.concatenate([np.diff(offsets) for offsets, _ in tokens.blocks])[keep]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-    with synced(data / "token_offsets.npy") as file:
-        np.save(file, offsets, allow_pickle=False)
-    header = {"descr": "|u1", "fortran_order": False, "shape": (TOKEN_BYTES * int(offsets[-1]),)}
-    with synced(data / "tokens.npy") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, len(keep), _CHUNK):
-            file.write(take_tokens(tokens.blocks, keep[start : start + _CHUNK])[1].tobytes())
-
-
-def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
-    ends = [np.zeros(1, np.int64)]
-    with synced(data / f"{name}.utf8") as file:
-        while utf8 := [each.encode("utf-8", "surrogatepass") for each in islice(strings, _CHUNK)]:
-            file.write(b"".join(utf8))
-            ends.append(ends[-1][-1] + np.cumsum([len(each) for each in utf8], dtype=np.int64))
-    with synced(data / f"{name}_offsets.npy") as file:
-        np.save(file, np.concatenate(ends), allow_pickle=False)
-
-
-def _attribute_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Of each attribute of a manifest: its type, the stem of its files and their names."""
-    listed = manifest.get("attributes", {})
-    try:
-        found = {}
-        for name, entry in listed.items():
-            kind, stem = KINDS[entry["type"]], entry["file"]
-            if not re.fullmatch(r"attribute-[0-9]{1,9}", stem):
-                raise ValueError
-            found[name] = (kind, stem, f"{stem}.npy", *([f"{stem}.json"] if kind is str else []))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        what = "a type and a file for each of the attributes"
-        raise ValueError(f"{folder / _KIND.file}: expected {what}, found {listed!r}") from None
-    return found
-
-
-def check_store_folder(folder: Path) -> None:
-    """Raises FileExistsError unless a store may be saved there: nothing yet, an empty folder, or a store to replace.
-
-    What a save that runs or was killed has put into a new folder counts as nothing.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder}: expected a store or a new folder, found a file")
-    if not folder.exists() or all(_UNFINISHED.fullmatch(path.name) for path in folder.iterdir()):
-        return
-    try:
-        found = json.loads((folder / _KIND.file).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
+        return KIND.load(folder, read)
 
 
 def _same_length(values: Sequence[Any], m: int, name: str) -> None:
@@ -1173,19 +617,19 @@ def _numbers(values: Sequence[int], m: int) -> Int64:
     out = np.asarray(values)
     if out.shape != (m,) or (m and out.dtype.kind not in "iu"):
         raise ValueError(f"sequence: expected {m} integers (one per id), got {out.dtype} {list(out.shape)}")
-    if m and (out[0] < 0 or out[-1] >= _MAX_POSITION or (out[1:] <= out[:-1]).any()):
+    if m and (out[0] < 0 or out[-1] >= MAX_POSITION or (out[1:] <= out[:-1]).any()):
         raise ValueError("sequence: expected ascending integers from 0 to 2^63 - 2")
     return out.astype(np.int64)
 
 
 def _positions(values: Sequence[int | None] | None, m: int) -> Int64:
     if values is None:
-        return np.full(m, _NO_POSITION, np.int64)
+        return np.full(m, NO_POSITION, np.int64)
     out = list(values)
     _same_length(out, m, "position")
     for i, v in enumerate(out):
         if v is not None and (isinstance(v, bool) or not isinstance(v, int | np.integer) or v < 0):
             raise ValueError(f"position: expected an integer >= 0 or None, got {v!r} at {i}")
-        if v is not None and v > _MAX_POSITION:
+        if v is not None and v > MAX_POSITION:
             raise ValueError(f"position: expected at most 2^63 - 1, got {v} at {i}")
-    return np.array([_NO_POSITION if v is None else int(v) for v in out], np.int64)
+    return np.array([NO_POSITION if v is None else int(v) for v in out], np.int64)

@@ -1,0 +1,182 @@
+"""The columns behind a store: append-only, in memory or mapped from a folder with what came later behind it."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel.arrays import Blocks, Growing, Int64, New
+from cdr_kernel.attributes import Attribute
+from cdr_kernel.ngram import TOKEN_BYTES, TokenBlock
+
+NO_POSITION = -1
+MAX_POSITION = 2**63 - 1
+CHUNK = 65536  # rows read or written at a time
+_PIECE_BYTES = 2 << 30  # of rows in memory that lie in one array
+
+
+class Strings(Sequence[str]):
+    """Append-only strings: a mapped part (UTF-8 bytes and offsets) and a list of what came later."""
+
+    def __init__(self, offsets: Int64 | None = None, utf8: npt.NDArray[np.uint8] | None = None) -> None:
+        self._offsets = np.zeros(1, np.int64) if offsets is None else offsets
+        self._utf8 = np.zeros(0, np.uint8) if utf8 is None else utf8
+        self._mapped = len(self._offsets) - 1
+        self._tail: list[str] = []
+
+    def __len__(self) -> int:
+        return self._mapped + len(self._tail)
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        if row >= self._mapped:
+            return self._tail[row - self._mapped]
+        start, stop = self._offsets[row], self._offsets[row + 1]
+        return self._utf8[start:stop].tobytes().decode("utf-8", "surrogatepass")
+
+    def at(self, rows: Int64) -> list[str]:
+        """The strings of these rows, sooner than one by one."""
+        tail, mapped = self._tail, self._mapped
+        if not mapped:
+            return [tail[row] for row in rows.tolist()]
+        inside = rows < mapped
+        first = np.where(inside, rows, 0)
+        starts, stops = self._offsets[first].tolist(), self._offsets[first + 1].tolist()
+        utf8 = self._utf8.data
+        return [
+            str(utf8[start:stop], "utf-8", "surrogatepass") if here else tail[row - mapped]
+            for row, here, start, stop in zip(rows.tolist(), inside.tolist(), starts, stops, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[str]:
+        for first in range(0, self._mapped, CHUNK):
+            offsets = self._offsets[first : first + CHUNK + 1]
+            utf8 = self._utf8[offsets[0] : offsets[-1]].tobytes()
+            for start, stop in pairwise((offsets - offsets[0]).tolist()):
+                yield utf8[start:stop].decode("utf-8", "surrogatepass")
+        yield from self._tail
+
+    def write(self, at: int, strings: Iterable[str]) -> None:
+        """Put strings at row `at` and on, dropping what an interrupted call may have left there."""
+        self._tail[at - self._mapped :] = strings
+
+
+class Pieces:
+    """Rows [n, D] with room behind them, in several arrays where they are many: growing never copies all of them."""
+
+    def __init__(self, dim: int, dtype: np.dtype[Any], new: New) -> None:
+        self._room = max(1, _PIECE_BYTES // (dim * dtype.itemsize))  # rows of one piece
+        self._new = new
+        self._shape, self._dtype = (self._room, dim), dtype
+        self._pieces = [Growing(np.empty((0, dim), dtype), new)]
+
+    def write(self, at: int, rows: npt.NDArray[Any]) -> None:
+        """Put rows at row `at` and on; rows before that are not touched."""
+        while len(rows):
+            piece, inside = divmod(at, self._room)
+            if piece == len(self._pieces):  # the rows before fill their pieces, so this one will soon be needed whole
+                self._pieces.append(Growing(self._new(self._shape, self._dtype)))
+            part = rows[: self._room - inside]
+            self._pieces[piece].write(inside, part)
+            at, rows = at + len(part), rows[len(part) :]
+
+    def front(self, n: int) -> Blocks:
+        """The first n rows, at least one array."""
+        starts = range(0, max(n, 1), self._room)
+        return tuple(p.front(min(n - start, self._room)) for start, p in zip(starts, self._pieces, strict=False))
+
+
+def new_in(folder: Path) -> New:
+    """Makes arrays in files of this folder that have no name and go with the array."""
+
+    def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            size = math.prod(shape) * dtype.itemsize
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an OSError here, a dead process later
+            else:
+                file.truncate(size)
+            return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
+
+    return new
+
+
+class Tokens:
+    """Append-only token hashes: a mapped block and one of what came later."""
+
+    def __init__(self, mapped: TokenBlock | None = None, tail: TokenBlock | None = None) -> None:
+        offsets, tokens = tail or (np.zeros(1, np.int64), np.zeros(0, np.uint8))
+        self._mapped = mapped
+        self._mapped_rows = 0 if mapped is None else len(mapped[0]) - 1
+        self._offsets = Growing(offsets)
+        self._tokens = Growing(tokens)
+
+    def write(self, at: int, block: TokenBlock) -> None:
+        """Put the rows of a block at row `at` and on; rows before that are not touched."""
+        offsets, tokens = block
+        row = at - self._mapped_rows
+        start = int(self._offsets.buffer[row])
+        self._tokens.write(TOKEN_BYTES * start, tokens)
+        self._offsets.write(row + 1, offsets[1:] + start)
+
+    def blocks(self, n: int) -> tuple[TokenBlock, ...]:
+        offsets = self._offsets.front(n - self._mapped_rows + 1)
+        tail = (offsets, self._tokens.front(TOKEN_BYTES * int(offsets[-1])))
+        if self._mapped is None:
+            return (tail,)
+        return (self._mapped, tail) if len(offsets) > 1 else (self._mapped,)
+
+
+@dataclass
+class Storage:
+    """The columns behind the views of one layout: append-only, so views of different lengths share them."""
+
+    mapped: npt.NDArray[Any] | None
+    tail: Pieces
+    squared_norms: Growing
+    importance: Growing
+    sequence: Growing
+    positions: Growing
+    ids: Strings
+    texts: Strings
+    tokens: Tokens
+    sources: Strings  # "" for None, else "=" and the source: "" is a source like any other
+    attributes: dict[str, Attribute]
+    source_codes: Attribute = field(default_factory=lambda: Attribute(str))  # made when a filter first asks
+    coding: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def mapped_rows(self) -> int:
+        return 0 if self.mapped is None else len(self.mapped)
+
+    def blocks(self, n: int) -> Blocks:
+        tail = self.tail.front(n - self.mapped_rows)
+        if self.mapped is None:
+            return tail
+        return (self.mapped, *tail) if len(tail[0]) else (self.mapped,)
+
+    def attribute(self, name: str, n: int) -> Attribute | None:
+        """The column of this name, with at least n rows; None where there is none."""
+        if name != "source":
+            return self.attributes.get(name)
+        codes = self.source_codes
+        with self.coding:
+            if codes.rows < n:
+                sources = islice(self.sources, n) if codes.rows == 0 else self.sources[codes.rows : n]
+                codes.write(codes.rows, [s[1:] if s else None for s in sources])
+        return codes
+
+
+def marked(source: str | None) -> str:
+    return "" if source is None else "=" + source

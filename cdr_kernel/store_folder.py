@@ -1,0 +1,217 @@
+"""The folder that a store is saved to: files of numbers and of UTF-8, and the manifest that names and sizes them."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from itertools import compress, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cdr_kernel.arrays import Growing, Int64, New
+from cdr_kernel.attributes import KINDS, Attribute
+from cdr_kernel.folder import LOCK, Kind, read_array, synced
+from cdr_kernel.ngram import TOKEN_BYTES, TokenRows, take_tokens
+from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
+from cdr_kernel.store_view import StoreView
+
+FORMAT = "cdr-fact-store"
+FORMAT_VERSION = 2
+_ARRAYS = ("embeddings", "squared_norms", "importance", "sequence", "positions", "tokens", "token_offsets")
+_TEXTS = ("ids", "texts", "sources")
+_FILES = {*(f"{name}.npy" for name in _ARRAYS), *(f"{n}{end}" for n in _TEXTS for end in (".utf8", "_offsets.npy"))}
+KIND = Kind(
+    "store",
+    file="manifest.json",
+    data="data-",
+    format=FORMAT,
+    version=FORMAT_VERSION,
+    oldest=1,  # which knew no attributes
+    fields={
+        "dim": int,
+        "dtype": str,
+        "embedding_model": str,
+        "tokenizer": str,
+        "hash_key": str,
+        "unicode": str,
+        "facts": int,
+        "next_sequence": int,
+        "files": dict,
+    },
+)
+_UNFINISHED = re.compile(  # names that saves give, of stores and of the scan indexes beside them
+    rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}"
+)
+_FLOAT64 = np.finfo(np.float64)
+
+
+def write(
+    data: Path, view: StoreView, next_sequence: int, about: Callable[[Path], Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Put the facts of a view into an empty folder; returns the fields of the manifest.
+
+    about: called with the folder when the data is in it; what it returns goes into the manifest.
+    """
+    keep = np.flatnonzero(view.alive)
+    _save_rows(data / "embeddings.npy", view, keep)
+    arrays = {
+        "squared_norms": view.squared_norms[keep],
+        "importance": view.importance[keep],
+        "sequence": view.sequence[keep],
+        "positions": view._storage.positions.buffer[keep],
+    }
+    for name, array in arrays.items():
+        with synced(data / f"{name}.npy") as file:
+            np.save(file, array, allow_pickle=False)
+    _save_tokens(data, view.tokens, keep)
+    alive = view.alive.tolist()
+    for name in _TEXTS:
+        _save_strings(data, name, compress(getattr(view._storage, name), alive))
+    attributes = {}
+    for i, (name, column) in enumerate(sorted(view._storage.attributes.items())):
+        attributes[name] = {"type": column.kind.__name__, "file": f"attribute-{i}"}
+        column.save(data / f"attribute-{i}", keep)
+    return {
+        "dim": view.dim,
+        "dtype": view.blocks[0].dtype.name,
+        "embedding_model": view.embedding_model,
+        "tokenizer": view.tokens.tokenizer_name,
+        "hash_key": view.tokens.key_fingerprint,
+        "unicode": unicodedata.unidata_version,
+        "facts": len(keep),
+        "next_sequence": next_sequence,
+        "attributes": attributes,
+        "about": {} if about is None else dict(about(data)),
+        "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
+    }
+
+
+def read(folder: Path, manifest: Mapping[str, Any], dtype: np.dtype[Any], *, mmap: bool, new: New) -> Storage:
+    """The columns that a manifest names, checked as `FactStore.load` says.
+
+    dtype: of the embeddings. mmap: whether embeddings, texts and tokens are mapped. new: makes the arrays of what will
+    be added.
+    """
+    data = folder / manifest["data"]
+    sizes = manifest["files"]
+    further = _attribute_files(folder, manifest)
+    for name in sorted(_FILES | {n for files in further.values() for n in files[2:]}):
+        file, size = data / name, sizes.get(name)
+        if type(size) is not int:
+            raise ValueError(f"{folder / KIND.file}: expected the size of {name} in files, found {size!r}")
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            raise ValueError(f"{file}: expected {size} bytes, found {'no file' if found is None else found}")
+    n, dim = manifest["facts"], manifest["dim"]
+
+    def numbers(name: str, kind: Any, least: float, most: float) -> Growing:
+        file = data / f"{name}.npy"
+        a = read_array(file, kind, (n,), mapped=False)
+        if n and not (least <= a.min() and a.max() <= most):
+            bad = int(np.flatnonzero(~((a >= least) & (a <= most)))[0])
+            raise ValueError(f"{file}: expected {least:g} to {most:g}, found {a[bad]} in row {bad}")
+        return Growing(a)
+
+    def offsets(name: str) -> Int64:
+        file = data / f"{name}.npy"
+        a = read_array(file, np.int64, (n + 1,), mapped=mmap)
+        if a[0] != 0 or (a[1:] < a[:-1]).any():
+            raise ValueError(f"{file}: expected offsets from 0 on that never fall")
+        return a
+
+    def strings(name: str) -> Strings:
+        ends, file, size = offsets(f"{name}_offsets"), data / f"{name}.utf8", sizes[f"{name}.utf8"]
+        if ends[-1] != size:
+            raise ValueError(f"{data / name}_offsets.npy: expected {size} (the bytes of {file.name}) at the end")
+        return Strings(ends, np.memmap(file, np.uint8, "r") if mmap and size else np.fromfile(file, np.uint8))
+
+    embeddings = read_array(data / "embeddings.npy", dtype, (n, dim), mapped=mmap)
+    ends = offsets("token_offsets")
+    tokens = read_array(data / "tokens.npy", np.uint8, (TOKEN_BYTES * int(ends[-1]),), mapped=mmap)
+    sequence = numbers("sequence", np.int64, 0, manifest["next_sequence"] - 1)
+    if (sequence.buffer[1:] <= sequence.buffer[:-1]).any():
+        raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
+    return Storage(
+        mapped=embeddings if n else None,
+        tail=Pieces(dim, dtype, new),
+        squared_norms=numbers("squared_norms", np.float64, _FLOAT64.smallest_subnormal, _FLOAT64.max),
+        importance=numbers("importance", np.float64, 0.0, _FLOAT64.max),
+        sequence=sequence,
+        positions=numbers("positions", np.int64, NO_POSITION, MAX_POSITION),
+        ids=strings("ids"),
+        texts=strings("texts"),
+        tokens=Tokens(mapped=(ends, tokens) if n else None),
+        sources=strings("sources"),
+        attributes={name: Attribute.load(kind, data / stem, n) for name, (kind, stem, *_) in further.items()},
+    )
+
+
+def check_store_folder(folder: Path) -> None:
+    """Raises FileExistsError unless a store may be saved there: nothing yet, an empty folder, or a store to replace.
+
+    What a save that runs or was killed has put into a new folder counts as nothing.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder}: expected a store or a new folder, found a file")
+    if not folder.exists() or all(_UNFINISHED.fullmatch(path.name) for path in folder.iterdir()):
+        return
+    try:
+        found = json.loads((folder / KIND.file).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise FileExistsError(f"{folder}: expected a store or an empty folder, found other files")
+
+
+def _save_rows(path: Path, view: StoreView, keep: Int64) -> None:
+    header = {
+        "descr": np.lib.format.dtype_to_descr(view.blocks[0].dtype),
+        "fortran_order": False,
+        "shape": (len(keep), view.dim),
+    }
+    with synced(path) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for start in range(0, len(keep), CHUNK):
+            file.write(view.take(keep[start : start + CHUNK]).tobytes())
+
+
+def _save_tokens(data: Path, tokens: TokenRows, keep: Int64) -> None:
+    lengths = np.concatenate([np.diff(offsets) for offsets, _ in tokens.blocks])[keep]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    with synced(data / "token_offsets.npy") as file:
+        np.save(file, offsets, allow_pickle=False)
+    header = {"descr": "|u1", "fortran_order": False, "shape": (TOKEN_BYTES * int(offsets[-1]),)}
+    with synced(data / "tokens.npy") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for start in range(0, len(keep), CHUNK):
+            file.write(take_tokens(tokens.blocks, keep[start : start + CHUNK])[1].tobytes())
+
+
+def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
+    ends = [np.zeros(1, np.int64)]
+    with synced(data / f"{name}.utf8") as file:
+        while utf8 := [each.encode("utf-8", "surrogatepass") for each in islice(strings, CHUNK)]:
+            file.write(b"".join(utf8))
+            ends.append(ends[-1][-1] + np.cumsum([len(each) for each in utf8], dtype=np.int64))
+    with synced(data / f"{name}_offsets.npy") as file:
+        np.save(file, np.concatenate(ends), allow_pickle=False)
+
+
+def _attribute_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Of each attribute of a manifest: its type, the stem of its files and their names."""
+    listed = manifest.get("attributes", {})
+    try:
+        found = {}
+        for name, entry in listed.items():
+            kind, stem = KINDS[entry["type"]], entry["file"]
+            if not re.fullmatch(r"attribute-[0-9]{1,9}", stem):
+                raise ValueError
+            found[name] = (kind, stem, f"{stem}.npy", *([f"{stem}.json"] if kind is str else []))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        what = "a type and a file for each of the attributes"
+        raise ValueError(f"{folder / KIND.file}: expected {what}, found {listed!r}") from None
+    return found

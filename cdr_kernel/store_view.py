@@ -1,0 +1,230 @@
+"""One version of a store, which stays as it was while others add and remove: what whoever ranks works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import compress
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cdr_kernel.arrays import Blocks, Float64, Int64, take_rows
+from cdr_kernel.attributes import Value, Where, chosen, where_key
+from cdr_kernel.ngram import TokenRows
+from cdr_kernel.store_columns import NO_POSITION, Storage
+
+Bool: TypeAlias = npt.NDArray[np.bool_]
+
+_SELECTIONS = 8  # filtered views that a view keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One fact as it is stored. importance is finite and >= 0; sequence grows with every add (reading R26).
+
+    attributes: the further columns that have a value for it.
+    """
+
+    id: str
+    text: str
+    source: str | None
+    position: int | None
+    importance: float
+    sequence: int
+    attributes: Mapping[str, Value] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreView:
+    """One version of a store, unchanged whatever the store does next. R rows, removed ones included.
+
+    blocks: the embeddings as stored, arrays [R_i, D] of one dtype, read one after the other: the mapped part, then what
+    was added, 2 GiB an array.
+    squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
+    ascending. tokens: the token hashes of the texts, for n-gram guards. version: the number of changes the store had
+    seen; layout: how often its rows were renumbered.
+    """
+
+    blocks: Blocks
+    squared_norms: Float64
+    importance: Float64
+    alive: Bool
+    sequence: Int64
+    tokens: TokenRows
+    version: int
+    layout: int
+    embedding_model: str
+    _storage: Storage = field(repr=False)
+    selection: bytes = b""
+    """What tells a view of some facts (`select`) from one of others, b"" for a view of all."""
+    _selected: dict[bytes, StoreView] = field(default_factory=dict, repr=False)
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.alive)
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return int(self.blocks[0].shape[1])
+
+    def __len__(self) -> int:
+        """Facts that are not removed."""
+        return int(np.count_nonzero(self.alive))
+
+    @property
+    def embeddings(self) -> npt.NDArray[Any]:
+        """[R, D] as stored; a copy where there are several blocks."""
+        return self.blocks[0] if len(self.blocks) == 1 else np.concatenate(self.blocks)
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the facts that are not removed, in order of their sequence."""
+        return list(compress(self._storage.ids, self.alive.tolist()))
+
+    @cached_property
+    def _row_of(self) -> dict[str, int]:
+        return indexed(self)
+
+    def row_of(self, fact_id: str) -> int:
+        """The row of a fact; KeyError where it is not there. The first call reads all ids."""
+        return self._row_of[fact_id]
+
+    def id_of(self, row: int) -> str:
+        """The id of the fact in this row."""
+        return str(self._storage.ids[row])
+
+    def texts(self, rows: Iterable[int]) -> list[str]:
+        """Texts of these rows."""
+        return [self._storage.texts[int(row)] for row in rows]
+
+    def attribute(self, name: str) -> list[Value | None]:
+        """Values of a further column, one per fact in the order of ``ids``, None for facts without one.
+
+        "source" is a column too. Raises KeyError where no fact was ever added with it.
+        """
+        column = self._storage.attribute(name, self.rows)
+        if column is None:
+            raise KeyError(f"attributes: expected one of {self.attribute_names}, got {name!r}")
+        return column.values(np.flatnonzero(self.alive))
+
+    @property
+    def attribute_names(self) -> list[str]:
+        """Names of the further columns."""
+        return sorted(name for name in list(self._storage.attributes) if not name.startswith("_"))
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Types of the further columns by name: str, int, float or bool."""
+        return {name: self._storage.attributes[name].kind for name in self.attribute_names}
+
+    def rows_at_most(self, name: str, limit: int) -> Int64:
+        """Rows of facts whose value in a column of int is not above a limit; none where there is no such column."""
+        column = self._storage.attributes.get(name)
+        if column is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.alive & column.at_most(limit, self.rows))
+
+    def where(self, **wanted: Value | Iterable[Value | None] | None) -> Bool:
+        """Which facts have these values: bool [len(self)] in the order of ``ids``, as `where=` of a ranking takes it.
+
+        Each keyword is "source" or an attribute, with the value it must have or several of which it must have one;
+        None is the absence of a value. Several keywords must all hold. Raises KeyError for an attribute that no fact
+        has, TypeError for a value of another type than the attribute's.
+        """
+        return self._mask(wanted)[self.alive]
+
+    def _mask(self, wanted: Mapping[str, Any]) -> Bool:
+        mask = np.ones(self.rows, np.bool_)
+        for name, values in wanted.items():
+            column = None if name.startswith("_") else self._storage.attribute(name, self.rows)
+            if column is None:
+                raise KeyError(f"where: expected source or one of {self.attribute_names}, got {name!r}")
+            mask &= column.equal(chosen(values), self.rows, f"where[{name!r}]")
+        return mask
+
+    def select(self, where: Where | None) -> StoreView:
+        """This version with only the facts of which `where` holds: everything else is as if it had been removed.
+
+        where: a mapping as the keywords of ``where``, a bool array [len(self)] in the order of ``ids``, or None for
+        all. Raises what ``where`` raises, ValueError for another length, TypeError for another type.
+        """
+        if where is None:
+            return self
+        key = where_key(where, len(self), self.selection)
+        found = self._selected.get(key)
+        if found is None:
+            alive = self.alive.copy()
+            if isinstance(where, Mapping):
+                alive &= self._mask(where)
+            else:
+                alive[alive] = np.asarray(where)
+            alive.flags.writeable = False
+            found = replace(self, alive=alive, selection=key, _selected={})
+            for old in list(self._selected)[: 1 - _SELECTIONS]:
+                self._selected.pop(old, None)
+            self._selected[key] = found
+        return found
+
+    def facts(self, rows: Iterable[int]) -> list[Fact]:
+        """The facts in these rows."""
+        at = np.fromiter(rows, np.int64)
+        storage = self._storage
+        further = {name: column.values(at) for name, column in list(storage.attributes.items()) if name[0] != "_"}
+        columns = zip(
+            storage.ids.at(at),
+            storage.texts.at(at),
+            storage.sources.at(at),
+            storage.positions.buffer[at].tolist(),
+            self.importance[at].tolist(),
+            self.sequence[at].tolist(),
+            strict=True,
+        )
+        facts = [
+            Fact(
+                id=id,
+                text=text,
+                source=source[1:] if source else None,
+                position=None if position == NO_POSITION else position,
+                importance=importance,
+                sequence=sequence,
+            )
+            for id, text, source, position, importance, sequence in columns
+        ]
+        if not further:
+            return facts
+        return [
+            replace(fact, attributes={name: v for name, values in further.items() if (v := values[i]) is not None})
+            for i, fact in enumerate(facts)
+        ]
+
+    def sources(self, rows: Iterable[int]) -> list[str | None]:
+        """Sources of these rows."""
+        marked = self._storage.sources.at(np.fromiter(rows, np.int64))
+        return [source[1:] if source else None for source in marked]
+
+    def places(self, rows: Iterable[int]) -> list[tuple[str, int] | None]:
+        """(source, position) of these rows, None where a fact lacks one of them."""
+        out: list[tuple[str, int] | None] = []
+        for row in rows:
+            source, position = self._storage.sources[int(row)], int(self._storage.positions.buffer[int(row)])
+            out.append((source[1:], position) if source and position != NO_POSITION else None)
+        return out
+
+    def take(self, rows: Int64) -> npt.NDArray[Any]:
+        """Copy of the embeddings of these rows, [M, D] as stored."""
+        return take_rows(self.blocks, rows)
+
+
+def indexed(view: StoreView) -> dict[str, int]:
+    """The row of every fact by its id. Raises ValueError where an id is there twice."""
+    ids = view.ids
+    rows = dict(zip(ids, np.flatnonzero(view.alive).tolist(), strict=True))
+    if len(rows) < len(ids):
+        twice = next(i for i, row in zip(ids, np.flatnonzero(view.alive).tolist(), strict=True) if rows[i] != row)
+        raise ValueError(f"ids: {twice!r} more than once: the store it was loaded from is damaged")
+    return rows
