@@ -18,7 +18,7 @@ from cdr_kernel.constants import Depth
 from cdr_kernel.explain import Explanation, explain
 from cdr_kernel.gate import GateReport, gate_report, suggest_min_relevance
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
-from cdr_kernel.ngram import NGramGuard, repetition, tokenize
+from cdr_kernel.ngram import NGramGuard, repetition
 from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking, cdr_rank, rank_many
 from cdr_kernel.retrieve import Candidates, Retriever
@@ -26,6 +26,7 @@ from cdr_kernel.score import Scores, available_impls, cdr_score
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, FactStore, StoreView
 from cdr_kernel.task import CoverageEntry, Exit, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.tokens import tokenize
 from cdr_kernel.window import Window, WindowPrompt, run_windows
 
 try:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_array, scale_rows
 from cdr_kernel.checks import check_integer, check_number
-from cdr_kernel.ngram import tokenize
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
+from cdr_kernel.tokens import tokenize
 
 DEFAULT_EXPECTED_WORDS = 200
 THRESHOLD_PERCENTILE = 95.0

@@ -28,12 +28,13 @@ from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.folder import turn
 from cdr_kernel.lance_record import Record
-from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.record_rows import EXPIRES, check_names, check_text, quarantined
 from cdr_kernel.replica import Replica
 from cdr_kernel.snapshot import Found
 from cdr_kernel.store import Added, Checked, EmbeddingModelMismatch, FactStore
 from cdr_kernel.terminal import say
+from cdr_kernel.token_hashes import HashKey
+from cdr_kernel.tokens import Tokenizer
 
 __all__ = ["RECORD", "SNAPSHOT", "WORTH_SNAPSHOT", "Advance", "DurableStore", "check_new_folder", "is_durable"]
 

@@ -1,227 +1,64 @@
-"""The n-gram guard of §5: tokens (R23), their hashes, and how many n-grams of a text were already written.
+"""The n-gram guard of §5: how many n-grams of a text were already written.
 
-A text is tokenised once in its life and each token hashed with SipHash-1-3 to 56 bits, 7 bytes a token: these
-`TokenRows` are what a store keeps. An n-gram's hash is a 64-bit polynomial over its tokens' hashes, rolled over the
-row for any n when it is counted. The hashes depend on the tokens and the key alone, so they can be kept with a
-store and shared between processes. Two 6-grams in a session that differ share a hash with a chance below 1e-7 per
-window at a million facts; `exact=True` compares the tokens themselves.
+It counts over the `TokenRows` of `token_hashes`. An n-gram's hash is a 64-bit polynomial over its tokens' hashes,
+rolled over the row for any n when it is counted. Two 6-grams in a session that differ share a hash with a chance below
+1e-7 per window at a million facts; `exact=True` compares the tokens themselves.
 
 `impl="cpp"` is the compiled matcher, `impl="python"` its twin: equal hashes, equal counts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
-import re
 import sys
 import threading
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, reduce
+from functools import reduce
 from itertools import accumulate
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .constants import NGRAM_SIZE
+from cdr_kernel import _C
+from cdr_kernel.constants import NGRAM_SIZE
+from cdr_kernel.token_hashes import (
+    PROJECT_KEY,
+    TOKEN_BYTES,
+    HashKey,
+    TokenBlock,
+    TokenHasher,
+    TokenRows,
+    checked_impl,
+    checked_texts,
+    offsets_of,
+    take_tokens,
+)
+from cdr_kernel.tokens import DEFAULT_TOKENIZER, Tokenizer, checked_tokens, tokenize
 
-try:
-    from . import _C
-except ImportError:  # the Python twin works without it
-    _C = None  # type: ignore[assignment]  # a module has no optional type
+__all__ = [
+    "DEFAULT_TOKENIZER",
+    "MAX_N",
+    "PROJECT_KEY",
+    "TOKEN_BYTES",
+    "Generation",
+    "HashKey",
+    "NGram",
+    "NGramGuard",
+    "TokenBlock",
+    "TokenHasher",
+    "TokenRows",
+    "Tokenizer",
+    "repetition",
+    "take_tokens",
+    "tokenize",
+]
 
-
-class Tokenizer(Protocol):
-    """What cuts a text into tokens: any callable that takes a str and returns a sequence of str.
-
-    It must have a name, its attribute `name` or else its `__qualname__`, which is kept wherever its tokens are:
-    give another name to whatever can give other tokens (other settings, other versions). Equal texts must give
-    equal tokens. Tokens may hold any characters.
-    """
-
-    def __call__(self, text: str, /) -> Sequence[str]: ...
-
-
-HashKey: TypeAlias = "bytes | int"
-TokenBlock: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.uint8]]"
 NGram: TypeAlias = tuple[str, ...]
-
-DEFAULT_TOKENIZER: Final = "nfkc-casefold-1"
-"""Name of `tokenize`; it changes when the tokens of any text do."""
-
-PROJECT_KEY: Final = (0x6364722D6B65726E, 0x6E67656C2D6E6772)
-"""The one key of all token hashes unless `hash_key` gives another, so that stores, sessions and replicas agree."""
-
 MAX_N: Final = 32
-
-TOKEN_BYTES: Final = 7
-"""Bytes of one token's hash, little-endian: with the offsets a token takes less than 8."""
-
 _MAX_LAYERS: Final = 64
-_LONG_RUN: Final = 256
-_PROBE: Final = 32
-_TEXTS_AT_ONCE: Final = 4096
-_hash_bits = 8 * TOKEN_BYTES  # lower in tests, to make collisions
-
-_SPACELESS: Final = (
-    (0x0E00, 0x0E7F),  # Thai
-    (0x0E80, 0x0EFF),  # Lao
-    (0x0F00, 0x0FFF),  # Tibetan
-    (0x1000, 0x109F), (0xA9E0, 0xA9FF), (0xAA60, 0xAA7F), (0x116D0, 0x116FF),  # Myanmar
-    (0x1780, 0x17FF), (0x19E0, 0x19FF),  # Khmer
-    (0x2E80, 0x2FDF), (0x3005, 0x3007), (0x3021, 0x3029), (0x3038, 0x303C), (0x3400, 0x4DBF),  # Han
-    (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x16FE2, 0x16FE3), (0x16FF0, 0x16FF6), (0x20000, 0x3FFFD),
-    (0x3031, 0x3035), (0x3040, 0x30FF), (0x31F0, 0x31FF), (0xFF66, 0xFF9F), (0x1AFF0, 0x1B16F),  # kana
-)  # fmt: skip
-
-_ascii_tokens = re.compile("[0-9a-z]+").findall
-_beyond_bmp = re.compile("[\U00010000-\U0010ffff]").search
-
-
-def _unicode_tokens(text: str) -> list[str]:
-    return _token_patterns()[_beyond_bmp(text) is not None](text)
-
-
-def _nfkc(text: str) -> str:
-    return unicodedata.normalize("NFKC", _tamed(text))
-
-
-def _tamed(text: str) -> str:
-    """The text with long runs of marks in canonical order: NFKC gives the same, but Python sorts such a run by
-    insertion, in time quadratic in its length."""
-    if len(text) < _LONG_RUN:
-        return text
-    probe, sort = _mark_runs()
-    return sort(_sorted_marks, text) if probe(text[::_PROBE]) else text  # a long run is one in the sample too
-
-
-def _sorted_marks(run: re.Match[str]) -> str:
-    """The run decomposed and in canonical order, which is what NFKC makes of it first."""
-    marks = "".join(unicodedata.normalize("NFKD", c) for c in run.group())
-    return "".join(sorted(marks, key=unicodedata.combining))
-
-
-@cache
-def _mark_runs() -> tuple[Callable[[str], object], Callable[[Callable[[re.Match[str]], str], str], str]]:
-    codes = (*range(0x300, 0x20000), *range(0xE0000, 0xE1000))
-    marks = [c for c in codes if all(map(unicodedata.combining, unicodedata.normalize("NFKD", chr(c))))]
-    mark = _character_class(marks)
-    return re.compile(f"{mark}{{{_LONG_RUN // _PROBE}}}").search, re.compile(f"{mark}{{{_LONG_RUN},}}+").sub
-
-
-@cache
-def _token_patterns() -> tuple[Callable[[str], list[str]], Callable[[str], list[str]]]:
-    # Two patterns, one for texts without characters beyond the BMP: there `re` looks a class up in a bitmap,
-    # beyond it walks hundreds of ranges, which the lookahead keeps to the characters that need it. Made at
-    # the first text that is not ASCII, since visiting every code point takes some 100 ms. The planes between
-    # the ideographic ones and that of the variation selectors are empty.
-    low = _character_classes(range(0x10000))
-    high = _character_classes((*range(0x10000, 0x40000), *range(0xE0000, 0xE1000)))
-    spaceless, mark, word = (f"(?:{a}|(?=[\U00010000-\U0010ffff]){b})" for a, b in zip(low, high, strict=True))
-    return (
-        re.compile(f"{low[2]}++|{low[0]}{low[1]}*+").findall,
-        re.compile(f"{word}++|{spaceless}{mark}*+").findall,
-    )
-
-
-def _character_classes(codes: Iterable[int]) -> tuple[str, str, str]:
-    """Patterns of a letter or number of the spaceless scripts, a mark, another character of L, N, M."""
-    without_spaces = {code for low, high in _SPACELESS for code in range(low, high + 1)}
-    spaceless: list[int] = []
-    mark: list[int] = []
-    word: list[int] = []
-    for code in codes:
-        category = unicodedata.category(chr(code))[0]
-        if category == "M":
-            mark.append(code)
-            word.append(code)
-        elif category in "LN":
-            (spaceless if code in without_spaces else word).append(code)
-    return _character_class(spaceless), _character_class(mark), _character_class(word)
-
-
-def _character_class(codes: list[int]) -> str:
-    runs: list[list[int]] = []
-    for code in codes:
-        if runs and code == runs[-1][1] + 1:
-            runs[-1][1] = code
-        else:
-            runs.append([code, code])
-    return "[" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) + "]"
-
-
-def tokenize(text: str) -> list[str]:
-    """The tokens of a text (§5.1, R23), `tokenizer_name` "nfkc-casefold-1".
-
-    NFKC, then casefold; then runs of letters, numbers and marks (Unicode categories L, N, M) are tokens, and
-    everything else parts them. In Han, Hiragana, Katakana, Thai, Lao, Khmer, Myanmar and Tibetan each letter
-    or number with the marks that follow it is a token of its own. Characters are those that this Python's
-    `unicodedata` knows. Any str is accepted, lone surrogates (which part tokens) included.
-
-    Raises TypeError if text is not a str.
-
-        >>> tokenize("Kube-proxy routes Ｃａｆé 東京")
-        ['kube', 'proxy', 'routes', 'café', '東', '京']
-    """
-    if not isinstance(text, str):
-        raise TypeError(f"text: expected str, got {type(text).__name__}")
-    plain = _ascii(text)
-    return _ascii_tokens(plain.lower()) if plain.isascii() else _unicode_tokens(_nfkc(text).casefold())
-
-
-def _ascii(text: str) -> str:
-    """The text, where possible as ASCII text of the same tokens: most others hold but dashes and curly quotes."""
-    if text.isascii():
-        return text
-    plain = _parting()(" ", text)
-    return plain if plain.isascii() else text
-
-
-@cache
-def _parting() -> Callable[[str, str], str]:
-    """Puts a string in place of every character beyond ASCII that parts tokens and leaves none itself."""
-    folded = ((code, unicodedata.normalize("NFKC", chr(code)).casefold()) for code in range(0x80, 0x10000))
-    parting = [code for code, text in folded if not any(unicodedata.category(c)[0] in "LNM" for c in text)]
-    return re.compile(_character_class(parting)).sub
-
-
-def _tokenizer_name(tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None or tokenizer is tokenize:
-        return DEFAULT_TOKENIZER
-    if not callable(tokenizer):
-        raise TypeError(f"tokenizer: expected a callable str -> list[str], got {type(tokenizer).__name__}")
-    name = getattr(tokenizer, "name", None) or getattr(tokenizer, "__qualname__", None)
-    if not isinstance(name, str) or "<lambda>" in name:
-        raise ValueError(
-            "tokenizer: expected one with a name, which is kept beside its n-grams; "
-            f"got {tokenizer!r}: use a def, or a callable object with an attribute `name`"
-        )
-    if name == DEFAULT_TOKENIZER:
-        raise ValueError(f"tokenizer: the name {name!r} belongs to cdr_kernel.ngram.tokenize")
-    return name
-
-
-def _checked_tokens(tokens: Any) -> Sequence[str]:
-    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        raise TypeError(f"tokenizer: expected it to return a list of str, got {type(tokens).__name__}")
-    for position, token in enumerate(tokens):
-        if not isinstance(token, str):
-            raise TypeError(f"tokenizer: expected a list of str, got {type(token).__name__} at position {position}")
-    checked: Sequence[str] = tokens
-    return checked
-
-
-def _checked_texts(texts: Iterable[str]) -> list[str]:
-    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
-        raise TypeError(f"texts: expected a sequence of str, got {type(texts).__name__}")
-    checked = list(texts)
-    for position, text in enumerate(checked):
-        if not isinstance(text, str):
-            raise TypeError(f"texts[{position}]: expected str, got {type(text).__name__}")
-    return checked
+_BASE: Final = 0x9E3779B97F4A7C15  # of the polynomial
 
 
 def _checked_hashes(hashes: Any) -> NDArray[np.uint64]:
@@ -245,59 +82,6 @@ def _checked_n(n: int) -> int:
     if not 1 <= n <= MAX_N:
         raise ValueError(f"n: expected 1 to {MAX_N}, got {n}")
     return operator.index(n)
-
-
-def _checked_impl(impl: str | None) -> str:
-    if impl not in (None, "cpp", "python"):
-        raise ValueError(f'impl: expected "cpp" or "python", got {impl!r}')
-    if impl == "cpp" and _C is None:
-        raise ImportError('impl="cpp" needs the extension cdr_kernel._C: pip install cdr-kernel')
-    return impl or ("python" if _C is None else "cpp")
-
-
-def _offsets(lengths: Iterable[int]) -> NDArray[np.int64]:
-    return np.fromiter(accumulate(lengths, initial=0), dtype=np.int64)
-
-
-_BITS: Final = 2**64 - 1
-_BASE: Final = 0x9E3779B97F4A7C15
-
-
-def _sip_round(v0: int, v1: int, v2: int, v3: int) -> tuple[int, int, int, int]:
-    v0 = v0 + v1 & _BITS
-    v1 = (v1 << 13 & _BITS | v1 >> 51) ^ v0
-    v0 = v0 << 32 & _BITS | v0 >> 32
-    v2 = v2 + v3 & _BITS
-    v3 = (v3 << 16 & _BITS | v3 >> 48) ^ v2
-    v0 = v0 + v3 & _BITS
-    v3 = (v3 << 21 & _BITS | v3 >> 43) ^ v0
-    v2 = v2 + v1 & _BITS
-    v1 = (v1 << 17 & _BITS | v1 >> 47) ^ v2
-    v2 = v2 << 32 & _BITS | v2 >> 32
-    return v0, v1, v2, v3
-
-
-@lru_cache(maxsize=65536)
-def _sip_hash(data: bytes, key: tuple[int, int]) -> int:
-    """SipHash-1-3."""
-    v0, v1 = key[0] ^ 0x736F6D6570736575, key[1] ^ 0x646F72616E646F6D
-    v2, v3 = key[0] ^ 0x6C7967656E657261, key[1] ^ 0x7465646279746573
-    whole = len(data) // 8 * 8
-    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, whole, 8)]
-    words.append(int.from_bytes(data[whole:], "little") | (len(data) & 0xFF) << 56)
-    for word in words:
-        v0, v1, v2, v3 = _sip_round(v0, v1, v2, v3 ^ word)
-        v0 ^= word
-    v2 ^= 0xFF
-    for _ in range(3):
-        v0, v1, v2, v3 = _sip_round(v0, v1, v2, v3)
-    return v0 ^ v1 ^ v2 ^ v3
-
-
-def _hash_tokens_python(tokens: Iterable[str], key: tuple[int, int], bits: int) -> NDArray[np.uint8]:
-    kept = (1 << bits) - 1
-    hashes = (_sip_hash(token.encode("utf-8", "surrogatepass"), key) & kept for token in tokens)
-    return np.frombuffer(b"".join(h.to_bytes(TOKEN_BYTES, "little") for h in hashes), np.uint8)
 
 
 def _token_values(tokens: NDArray[np.uint8]) -> list[int]:
@@ -324,12 +108,12 @@ def _token_rows_python(blocks: Sequence[TokenBlock], index: NDArray[np.int64] | 
 def _ngram_rows_python(blocks: Sequence[TokenBlock], index: NDArray[np.int64] | None, n: int) -> Iterator[list[int]]:
     powers = [pow(_BASE, n - i, 2**64) for i in range(n)]
     for row in _token_rows_python(blocks, index):
-        yield [sum(map(operator.mul, row[i : i + n], powers)) & _BITS for i in range(len(row) - n + 1)]
+        yield [sum(map(operator.mul, row[i : i + n], powers)) % 2**64 for i in range(len(row) - n + 1)]
 
 
 def _token_ngrams_python(blocks: Sequence[TokenBlock], n: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     rows = list(_ngram_rows_python(blocks, None, n))
-    return _offsets(map(len, rows)), np.array([h for row in rows for h in row], dtype=np.uint64)
+    return offsets_of(map(len, rows)), np.array([h for row in rows for h in row], dtype=np.uint64)
 
 
 class _HashSetPython:
@@ -362,127 +146,6 @@ class _HashSetPython:
 
 
 _Set: TypeAlias = "_C.HashSet | _HashSetPython"
-
-
-@dataclass(frozen=True, eq=False)
-class TokenRows:
-    """Token hashes of texts, one row each: what a guard counts over, for any n. Made by `TokenHasher.rows`.
-
-    blocks: one or two (offsets int64 [R_i + 1], tokens uint8 [7 * T_i]), read one after the other: row r of a block
-    is tokens[7 * offsets[r] : 7 * offsets[r + 1]], each token a little-endian integer of 56 bits. They may be mapped
-    from a file. texts: what the rows were made of, by row (`exact=True` reads those with hits).
-    tokenizer_name, key_fingerprint: what made the hashes; guards of others refuse them.
-    """
-
-    blocks: tuple[TokenBlock, ...]
-    texts: Sequence[str]
-    tokenizer_name: str
-    key_fingerprint: str
-
-    def __len__(self) -> int:
-        return sum(len(offsets) - 1 for offsets, _ in self.blocks)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the hashes and their offsets, in memory or mapped."""
-        return sum(offsets.nbytes + tokens.nbytes for offsets, tokens in self.blocks)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens there are in all rows."""
-        return sum(len(tokens) // TOKEN_BYTES for _, tokens in self.blocks)
-
-
-class TokenHasher:
-    """A tokenizer and a key: texts in, token hashes out. A store and the guards over it have equal ones.
-
-    tokenizer: see `Tokenizer`; None is `tokenize`.
-    hash_key: bytes (at least one) or an int in [0, 2**128) that counts as its 16 little-endian bytes; None is
-    `PROJECT_KEY`. Who knows the key can write texts whose hashes collide, and the key of the project is known:
-    where authors are hostile, use `secrets.token_bytes(16)` and keep it. Only the fingerprint is ever written down
-    beside hashes (a short or guessed key can be found from it); pickles of guards hold the key itself.
-
-    Raises TypeError and ValueError for what is neither, and for a tokenizer without a name.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None) -> None:
-        self.tokenizer_name = _tokenizer_name(tokenizer)
-        self.tokenizer: Tokenizer = tokenize if tokenizer is None else tokenizer
-        self.hash_key = hash_key
-        self._key = _key_words(hash_key)
-        print_of = b"".join(word.to_bytes(8, "little") for word in self._key)
-        self.key_fingerprint = hashlib.blake2b(print_of, digest_size=8, person=b"cdr fingerprint").hexdigest()
-
-    def __repr__(self) -> str:
-        return f"<TokenHasher tokenizer={self.tokenizer_name} key_fingerprint={self.key_fingerprint}>"
-
-    def check(self, other: TokenHasher | TokenRows, what: str) -> None:
-        """Raises ValueError unless the other one's hashes can be compared with these; what: names the other."""
-        if other.tokenizer_name != self.tokenizer_name:
-            raise ValueError(f"{what}: expected tokenizer {self.tokenizer_name!r}, got {other.tokenizer_name!r}")
-        if other.key_fingerprint != self.key_fingerprint:
-            raise ValueError(
-                f"{what}: expected hashes with the key of fingerprint {self.key_fingerprint}, "
-                f"got {other.key_fingerprint}: give both the same hash_key"
-            )
-
-    def tokens(self, text: str) -> Sequence[str]:
-        """The tokens of a text. Raises TypeError if the tokenizer returns something else than strings."""
-        return _checked_tokens(self.tokenizer(text))
-
-    def rows(self, texts: Sequence[str], *, impl: str | None = None) -> TokenRows:
-        """The token hashes of texts. Raises TypeError if texts is a str or one of them is none, with its position."""
-        checked = _checked_texts(texts)
-        block = self.hashed(checked, impl=impl)
-        return TokenRows((block,), checked, self.tokenizer_name, self.key_fingerprint)
-
-    def hashed(self, texts: list[str], *, impl: str | None = None) -> TokenBlock:
-        """(offsets int64 [M + 1], tokens uint8 [7 * T]) of a list of str."""
-        compiled = _checked_impl(impl) == "cpp"
-        if compiled and self.tokenizer is tokenize:
-            return _C.hash_texts(list(map(_folded, texts)), key=self._key, bits=_hash_bits)
-        lengths: list[int] = []
-        hashes = []
-        for start in range(0, len(texts), _TEXTS_AT_ONCE):
-            rows = [self.tokens(text) for text in texts[start : start + _TEXTS_AT_ONCE]]
-            lengths += map(len, rows)
-            hashes.append(self._hash_tokens([token for row in rows for token in row], compiled))
-        return _offsets(lengths), np.concatenate(hashes) if hashes else np.zeros(0, np.uint8)
-
-    def hashed_tokens(self, tokens: Sequence[str], *, impl: str | None = None) -> TokenBlock:
-        """As `hashed`, for one text that is tokenised already."""
-        return _offsets([len(tokens)]), self._hash_tokens(tokens, _checked_impl(impl) == "cpp")
-
-    def _hash_tokens(self, tokens: Sequence[str], compiled: bool) -> NDArray[np.uint8]:
-        if not compiled:
-            return _hash_tokens_python(tokens, self._key, _hash_bits)
-        parts = [t if t.isascii() else t.encode("utf-8", "surrogatepass") for t in tokens]
-        return _C.hash_tokens(parts, key=self._key, bits=_hash_bits)
-
-
-def _folded(text: str) -> str | bytes:
-    plain = _ascii(text)
-    return plain if plain.isascii() else " ".join(tokenize(text)).encode()
-
-
-def _key_words(hash_key: HashKey | None) -> tuple[int, int]:
-    if hash_key is None:
-        return PROJECT_KEY
-    if isinstance(hash_key, bool) or not isinstance(hash_key, bytes | int):
-        raise TypeError(f"hash_key: expected bytes, an int or None, got {type(hash_key).__name__}")
-    if isinstance(hash_key, int):
-        if not 0 <= hash_key < 2**128:
-            raise ValueError("hash_key: expected an int in [0, 2**128)")
-        hash_key = hash_key.to_bytes(16, "little")
-    if not hash_key:
-        raise ValueError("hash_key: expected at least one byte, got none")
-    digest = hashlib.blake2b(hash_key, digest_size=16, person=b"cdr token hash").digest()
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-
-
-def take_tokens(blocks: tuple[TokenBlock, ...], rows: NDArray[np.int64] | None) -> TokenBlock:
-    """These rows of token hashes (None: all) as one block of their own."""
-    return _C.take_tokens(blocks, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -559,7 +222,7 @@ class NGramGuard:
         impl: str | None = None,
     ) -> None:
         self._n = _checked_n(n)
-        self._impl = _checked_impl(impl)
+        self._impl = checked_impl(impl)
         self._hasher = TokenHasher(tokenizer, hash_key)
         if not isinstance(exact, bool):
             raise TypeError(f"exact: expected True or False, got {exact!r}")
@@ -656,7 +319,7 @@ class NGramGuard:
         for hashes in state["hashes"]:
             guard._add(guard._window(_checked_hashes(hashes)))
         for tokens in state["tokens"] or ():
-            guard._add(guard._window_of(_checked_tokens(tokens)))
+            guard._add(guard._window_of(checked_tokens(tokens)))
         return guard
 
     @property
@@ -928,7 +591,6 @@ def _grams(tokens: Sequence[str], n: int) -> list[NGram]:
 
 
 def _restored(state: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None, impl: str) -> NGramGuard:
-    impl = impl if _C is not None else "python"
     return NGramGuard.from_state(state, tokenizer=tokenizer, hash_key=hash_key, impl=impl)
 
 
@@ -950,7 +612,7 @@ def repetition(text: str, history: Sequence[str], n: int = NGRAM_SIZE, *, tokeni
     if not isinstance(text, str):
         raise TypeError(f"text: expected str, got {type(text).__name__}")
     guard = NGramGuard(n, tokenizer=tokenizer)
-    _, written = guard.ngram_hashes(_checked_texts(history))
+    _, written = guard.ngram_hashes(checked_texts(history))
     _, hashes = guard.ngram_hashes([text])
     if not len(hashes):
         return 0.0

@@ -10,9 +10,9 @@ import numpy as np
 
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.files import Task
-from cdr_kernel.ngram import tokenize
 from cdr_kernel.pack import count_tokens_default
 from cdr_kernel.storemap import StoreMap
+from cdr_kernel.tokens import tokenize
 from cdr_kernel.window import Window
 
 RUN_SCHEMA = 1

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.checks import check_integer, check_number, check_text
-from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
+from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import Calibrated, Feedback, SessionState, SubQuery
+from cdr_kernel.token_hashes import HashKey
+from cdr_kernel.tokens import Tokenizer
 
 if TYPE_CHECKING:
     from cdr_kernel.session import Session

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from cdr_kernel.folder import LOCK, synced, turn
 from cdr_kernel.lance_record import Record
-from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.store import FactStore, StoreView, check_store_folder
+from cdr_kernel.token_hashes import HashKey
+from cdr_kernel.tokens import Tokenizer
 
 BLOCK = 4 << 20
 """Bytes under one checksum."""

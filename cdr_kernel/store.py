@@ -20,10 +20,11 @@ from cdr_kernel import store_folder
 from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
 from cdr_kernel.checks import check_strings, few
-from cdr_kernel.ngram import HashKey, TokenBlock, TokenHasher, Tokenizer, TokenRows, take_tokens, tokenize
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
+from cdr_kernel.token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
+from cdr_kernel.tokens import Tokenizer, tokenize
 
 __all__ = [
     "DTYPES",

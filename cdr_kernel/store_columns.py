@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Growing, Int64, New
 from cdr_kernel.attributes import Attribute
-from cdr_kernel.ngram import TOKEN_BYTES, TokenBlock
+from cdr_kernel.token_hashes import TOKEN_BYTES, TokenBlock
 
 NO_POSITION = -1
 MAX_POSITION = 2**63 - 1

@@ -15,9 +15,9 @@ import numpy as np
 from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
 from cdr_kernel.folder import LOCK, Kind, read_array, synced
-from cdr_kernel.ngram import TOKEN_BYTES, TokenRows, take_tokens
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
 from cdr_kernel.store_view import StoreView
+from cdr_kernel.token_hashes import TOKEN_BYTES, TokenRows, take_tokens
 
 FORMAT = "cdr-fact-store"
 FORMAT_VERSION = 2

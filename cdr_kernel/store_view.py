@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, take_rows
 from cdr_kernel.attributes import Value, Where, chosen, where_key
-from cdr_kernel.ngram import TokenRows
 from cdr_kernel.store_columns import NO_POSITION, Storage
+from cdr_kernel.token_hashes import TokenRows
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
 

@@ -1,64 +1,23 @@
+"""The guard counts what the reference counts, by both implementations, through copies, merges and states."""
+
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
-import subprocess
-import sys
 import threading
-import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import IMPLS, SECRET, Whitespace, some_texts, texts
 
-from cdr_kernel import _C, ngram, reference, repetition
-from cdr_kernel.ngram import (
-    PROJECT_KEY,
-    TOKEN_BYTES,
-    NGramGuard,
-    TokenHasher,
-    TokenRows,
-    _HashSetPython,
-    _sip_hash,
-    _tamed,
-    take_tokens,
-    tokenize,
-)
-
-IMPLS = ["cpp", "python"]
-SECRET = bytes(range(16))
-
-SNIPPETS = [
-    "Every pod gets its own IP address.",
-    "kube-proxy",
-    "snake_case v1.21",
-    "Straße ǅ ﬁne ΐ",
-    "cafe\u0301 café ｃａｆé",
-    "東京都に住んでいます。",
-    "ラーメン カﾞ ㌔",
-    "中文分詞〇々 葛\U000e0100",
-    "สวัสดีครับ น้ำ ๑๒",
-    "ສະບາຍດີ",
-    "ខ្មែរ ភាសា",
-    "မြန်မာ ဘာသာ",
-    "བོད་ཡིག",
-    "السَّلامُ عليكم ١٢٣",
-    "हिन्दी क्षत्रिय ४५",
-    "👩‍👩‍👧‍👦 ❤️ 1️⃣ 🇦🇺 👍🏽",
-    "\U00010400\U0001d7d8 \U00020000\U00030000",
-    "\x00",
-    "\ud83d",
-    "\udc00x",
-    "²½Ⅷ\u0345\u200d\u00ad\ufe0f",
-    "“it’s” — a… ←\u0338 ¨ \xa0",
-]
-anything = st.text(st.characters(exclude_categories=()))  # lone surrogates too
-few_words = st.lists(st.sampled_from(["a", "b", "c", "D", "é", "東", "ก"]), max_size=30).map(" ".join)
-texts = st.lists(st.one_of(anything, st.sampled_from(SNIPPETS)), max_size=8).map("".join) | few_words
+from cdr_kernel import _C, ngram, reference, repetition, token_hashes
+from cdr_kernel.ngram import NGramGuard, _HashSetPython
+from cdr_kernel.token_hashes import PROJECT_KEY, TokenHasher, _sip_hash
+from cdr_kernel.tokens import tokenize
 
 GOLDEN_6 = [
     0x5AF2616AD5E58E92,
@@ -73,15 +32,6 @@ GOLDEN_1 = [0x4DB6262A8624CB9E, 0x8C8124A9759EB7B4, 0x6EF39AF9E2041618]
 GOLDEN_2 = [0xCB4825D387982DC9]
 
 
-class Whitespace:
-    """Tokens of any content: empty ones, spaces, surrogates."""
-
-    name = "one-space"
-
-    def __call__(self, text: str) -> list[str]:
-        return text.split(" ")
-
-
 def truth(outputs: Sequence[str], facts: Sequence[str], n: int, tokens=reference.tokenize) -> list[int]:
     blacklist = set().union(*(reference.ngrams(tokens(output), n) for output in outputs))
     return [len(reference.ngrams(tokens(fact), n) & blacklist) for fact in facts]
@@ -90,70 +40,6 @@ def truth(outputs: Sequence[str], facts: Sequence[str], n: int, tokens=reference
 @pytest.fixture(params=IMPLS)
 def impl(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("", []),
-        (" \t\n.,_-\x00", []),
-        ("Kube-proxy routes v1.21_x", ["kube", "proxy", "routes", "v1", "21", "x"]),
-        ("Straße", ["strasse"]),
-        ("Ｃａｆé cafe\u0301", ["café", "café"]),
-        ("ﬁne ²½", ["fine", "21", "2"]),
-        ("東京へ行く2回", ["東", "京", "へ", "行", "く", "2", "回"]),
-        ("カ\u3099ﾊﾟ", ["ガ", "パ"]),
-        ("เก้าอี้9", ["เ", "ก้", "า", "อี้", "9"]),
-        ("ខ្មែរ", ["ខ្", "មែ", "រ"]),
-        ("ที่abcที่", ["ที่", "abc", "ที่"]),
-        ("हिन्दी", ["हिन्दी"]),
-        ("السَّلام ١٢٣", ["السَّلام", "١٢٣"]),
-        ("\u0e34ab\u0e34", ["\u0e34ab\u0e34"]),
-        ("a\ud800b\U0001f389c", ["a", "b", "c"]),
-        ("“Curly” — it’s… a\xa0test\u2011case", ["curly", "it", "s", "a", "test", "case"]),
-        ("a ← b", ["a", "b"]),
-        ("a ←\u0338 b", ["a", "b"]),  # one character, an arrow with a stroke
-        ("“x” ¨y ﬁ", ["x", "\u0308y", "fi"]),
-        ("\U00010400x \U00020000\U00020001", ["\U00010428x", "\U00020000", "\U00020001"]),
-    ],
-)
-def test_tokens(text: str, tokens: list[str]) -> None:
-    assert tokenize(text) == tokens
-    assert reference.tokenize(text) == tokens
-
-
-def test_every_ascii_character_and_a_sample_of_all_others() -> None:
-    for code in (*range(0x80), *range(0x80, 0x110000, 37)):
-        text = f"a{chr(code)}B ก{chr(code)}{chr(code)}1"
-        assert tokenize(text) == reference.tokenize(text), hex(code)
-
-
-@settings(max_examples=3_000, deadline=None)
-@given(texts)
-def test_tokens_match_the_reference(text: str) -> None:
-    assert tokenize(text) == reference.tokenize(text)
-    for form in ("NFC", "NFD", "NFKC"):
-        assert tokenize(unicodedata.normalize(form, text)) == tokenize(text)
-
-
-MARKS = "\u0301\u0316\u0345\u0344\u0341\u0f71\u0f73\u0f75\u0f81\u3099\u0e48\u0e38\U0001d165\U0001e8d0\u20dd\ufe0f"
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.text(MARKS, min_size=1, max_size=40), st.sampled_from(["a", "が", "Å", "ก", "한", "", " "]), st.booleans())
-@example("".join(chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) == "Mn"), "a", True)
-def test_long_runs_of_marks_have_the_tokens_they_had(marks: str, base: str, at_end: bool) -> None:
-    text = f"x y{base}{marks * (1 + 600 // len(marks))}" + ("" if at_end else "b é")
-    assert tokenize(text) == reference.tokenize(text)
-
-
-@pytest.mark.parametrize("marks", ["\u0316\u0301", "\u0f73", "\u0344\u0316", "\U0001e8d0\u0316"])
-def test_hostile_runs_of_marks_are_in_order_before_python_sorts_them(marks: str) -> None:
-    text = "a" + marks * 200_000
-    classes = [unicodedata.combining(c) for c in _tamed(text)]
-    assert classes[1:] == sorted(classes[1:])
-    (token,) = tokenize(text)  # sorting by insertion would take hours
-    assert len(token) >= 200_000
 
 
 twins_arguments = (
@@ -253,34 +139,6 @@ def test_golden_hashes(impl: str) -> None:
     assert hashes.tolist() == GOLDEN_2
 
 
-@pytest.mark.skipif(sys.hash_info.algorithm != "siphash13", reason="this Python hashes bytes another way")
-def test_token_hash_is_siphash_1_3() -> None:
-    """Without a seed Python's own hash of bytes is SipHash-1-3 with the all-zero key."""
-    tokens = [bytes((7 * i + size) % 256 for i in range(size)) for size in range(1, 70)] + [b"x" * 300]
-    script = f"print([hash(t) % 2**64 for t in {tokens!r}])"
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, check=True, text=True,
-    )  # fmt: skip
-    expected = [int(h) for h in run.stdout.strip(" []\n").split(",")]
-    assert [_sip_hash(token, (0, 0)) for token in tokens] == expected
-    for bits in (1, 8, 55, 56):
-        assert words_of(_C.hash_tokens(tokens, key=(0, 0), bits=bits)) == [h % 2**bits for h in expected]
-    assert words_of(_C.hash_tokens(tokens, key=PROJECT_KEY, bits=56)) != [h % 2**56 for h in expected]
-
-
-def words_of(tokens: np.ndarray) -> list[int]:
-    raw = tokens.tobytes()
-    return [int.from_bytes(raw[i : i + TOKEN_BYTES], "little") for i in range(0, len(raw), TOKEN_BYTES)]
-
-
-def test_token_hash_depends_on_both_halves_of_the_key() -> None:
-    keys = [(0, 0), (1, 0), (0, 1), PROJECT_KEY, (2**64 - 1, 2**63)]
-    ours = [words_of(_C.hash_tokens(["pod"], key=key, bits=56))[0] for key in keys]
-    assert ours == [_sip_hash(b"pod", key) % 2**56 for key in keys]
-    assert len(set(ours)) == len(keys)
-
-
 def test_hashes_of_ngrams_are_the_sum_they_are_said_to_be() -> None:
     tokens = [_sip_hash(t.encode(), PROJECT_KEY) % 2**56 for t in ("one", "two", "three")]
     base = 0x9E3779B97F4A7C15
@@ -371,17 +229,6 @@ def test_guard_from_hashes(impl: str) -> None:
     guard.hashes[:] = 0
     assert guard.overlap(["b c d e"]).tolist() == [2]
     assert len(NGramGuard.from_hashes([], impl=impl)) == 0
-
-
-def test_names_of_tokenizers() -> None:
-    def words(text: str) -> list[str]:
-        return text.split()
-
-    assert NGramGuard().tokenizer_name == "nfkc-casefold-1"
-    assert NGramGuard(tokenizer=tokenize).tokenizer_name == "nfkc-casefold-1"
-    assert NGramGuard(tokenizer=Whitespace()).tokenizer_name == "one-space"
-    assert NGramGuard(tokenizer=words).tokenizer_name.endswith("words")
-    assert NGramGuard(tokenizer=str.split).tokenizer_name == "str.split"
 
 
 def one_word(text: str) -> str:
@@ -583,76 +430,6 @@ def test_readers_see_whole_updates(impl: str) -> None:
         assert first % 55 == 0
 
 
-def some_texts(count: int, seed: int = 0, words: int = 12, length: int = 30) -> list[str]:
-    draw = random.Random(seed)
-    known = [f"w{i}" for i in range(words)]
-    return [" ".join(draw.choices(known, k=draw.randrange(length))) for _ in range(count)]
-
-
-class TestTokenRows:
-    def test_a_token_takes_seven_bytes_and_its_row_eight(self) -> None:
-        texts = some_texts(100)
-        rows = TokenHasher().rows(texts)
-        tokens = sum(len(text.split()) for text in texts)
-        assert (len(rows), rows.tokens, rows.nbytes) == (100, tokens, 7 * tokens + 8 * 101)
-        empty = TokenHasher().rows([])
-        assert (len(empty), empty.tokens) == (0, 0)
-        assert NGramGuard().overlap_rows(empty).tolist() == []
-
-    def test_one_hashing_serves_every_n(self) -> None:
-        texts = some_texts(50)
-        rows = TokenHasher().rows(texts)
-        for n in range(1, 33):
-            guard = NGramGuard(n)
-            guard.update(" ".join(texts[:5]))
-            assert guard.overlap_rows(rows).tolist() == guard.overlap(texts).tolist()
-
-    def test_blocks_are_read_one_after_the_other(self, impl: str) -> None:
-        texts = some_texts(30)
-        hasher = TokenHasher()
-        parts = (texts[:11], [], texts[11:12], texts[12:])
-        rows = TokenRows(
-            tuple(hasher.hashed(part) for part in parts), texts, hasher.tokenizer_name, hasher.key_fingerprint
-        )
-        guard = NGramGuard(2, impl=impl)
-        guard.update(texts[3] + texts[20])
-        expected = guard.overlap(texts)
-        assert guard.overlap_rows(rows).tolist() == expected.tolist()
-        order = np.random.default_rng(0).permutation(30)
-        assert guard.overlap_rows(rows, order).tolist() == expected[order].tolist()
-        taken = take_tokens(rows.blocks, order)
-        again = hasher.hashed([texts[i] for i in order])
-        assert [list(a) for a in taken] == [list(a) for a in again]
-
-    def test_threads_change_nothing(self) -> None:
-        texts = [*some_texts(3000), *some_texts(3, seed=1, length=40_000)]
-        expected = None
-        for threads in (1, 2, 7):
-            _C.set_threads(threads)
-            try:
-                guard = NGramGuard(2)
-                rows = guard.token_rows(texts)
-                guard.update(texts[1000])
-                found = (bytes(rows.blocks[0][0]), bytes(rows.blocks[0][1]), guard.overlap_rows(rows).tolist())
-            finally:
-                _C.set_threads(0)
-            expected = expected or found
-            assert found == expected
-
-    def test_a_replaced_tokenizer_is_asked_once_for_each_text(self) -> None:
-        asked = []
-
-        def counting(text: str) -> list[str]:
-            asked.append(text)
-            return text.split()
-
-        texts = some_texts(5000)
-        rows = TokenHasher(counting).rows(texts)
-        assert asked == texts
-        twin = TokenHasher().rows(texts)
-        assert [bytes(a) for a in rows.blocks[0]] == [bytes(a) for a in twin.blocks[0]]
-
-
 class TestKeys:
     def test_a_key_changes_hashes_and_not_counts(self, impl: str) -> None:
         texts = some_texts(20)
@@ -847,7 +624,7 @@ class TestExact:
     @pytest.fixture
     def few_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Token hashes of three bits: most n-grams collide with others."""
-        monkeypatch.setattr(ngram, "_hash_bits", 3)
+        monkeypatch.setattr(token_hashes, "_hash_bits", 3)
 
     def test_hits_are_verified_on_the_tokens(self, impl: str, few_bits: None) -> None:
         outputs, facts = some_texts(4, seed=1, words=40), some_texts(80, words=40)

@@ -62,8 +62,9 @@ EDGES = {
 }
 LADDER = [
     {"constants", "_C"},
-    {"reference", "arrays", "checks", "folder", "ngram"},
-    {"attributes"},
+    {"reference", "arrays", "checks", "folder", "tokens"},
+    {"token_hashes", "attributes"},
+    {"ngram"},
     {"store_columns"},
     {"store_view"},
     {"store_folder"},

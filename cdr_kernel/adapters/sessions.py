@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from cdr_kernel.assess import assess as count_words
-from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.pack import Envelope, count_tokens_default
 from cdr_kernel.rank import Ranking, cdr_rank
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
 from cdr_kernel.task import Exit, WindowReport
+from cdr_kernel.token_hashes import HashKey
+from cdr_kernel.tokens import Tokenizer
 
 SessionSource: TypeAlias = "Session | Mapping[str, Session] | Callable[[str], Session]"
 """One session, or many by id: a mapping or a function."""
