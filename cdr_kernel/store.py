@@ -102,8 +102,8 @@ class FactStore:
 
     Each text is tokenised and its tokens hashed once, when it is added, for the n-gram guard (§5): 7 bytes a token,
     kept with the store. tokenizer: any callable str -> list[str] with a name, None for `tokenize` (see
-    `ngram.Tokenizer`). hash_key: bytes or an int, for stores whose authors may be hostile (see `ngram.TokenHasher`).
-    Sessions over the store need a guard with the same ones.
+    `tokens.Tokenizer`). hash_key: bytes or an int, for stores whose authors may be hostile (see
+    `token_hashes.TokenHasher`). Sessions over the store need a guard with the same ones.
 
     scratch: a folder, for more rows than memory holds. Rows that are added then lie in mapped files there, which have
     no name and go with the store; None keeps them in memory. A forked child must not add to such a store.

@@ -1,4 +1,4 @@
-"""Tokenizers in place of `ngram.tokenize`: ICU's words, and the token ids of a language model's encoder.
+"""Tokenizers in place of `tokenize`: ICU's words, and the token ids of a language model's encoder.
 
 Hand one to the store and to the guard of its sessions alike; its name is kept with both:
 

@@ -163,7 +163,7 @@ def tokenizer_name_of(tokenizer: Tokenizer | None) -> str:
             f"got {tokenizer!r}: use a def, or a callable object with an attribute `name`"
         )
     if name == DEFAULT_TOKENIZER:
-        raise ValueError(f"tokenizer: the name {name!r} belongs to cdr_kernel.ngram.tokenize")
+        raise ValueError(f"tokenizer: the name {name!r} belongs to cdr_kernel.tokenize")
     return name
 
 

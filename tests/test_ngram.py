@@ -270,7 +270,7 @@ class Nameless:
         (lambda: NGramGuard(tokenizer="words"), TypeError, "tokenizer: expected a callable"),
         (lambda: NGramGuard(tokenizer=lambda t: t.split()), ValueError, "tokenizer: expected one with a name"),
         (lambda: NGramGuard(tokenizer=Nameless()), ValueError, "tokenizer: expected one with a name"),
-        (lambda: NGramGuard(tokenizer=Impostor()), ValueError, "belongs to cdr_kernel.ngram.tokenize"),
+        (lambda: NGramGuard(tokenizer=Impostor()), ValueError, "belongs to cdr_kernel.tokenize"),
         (lambda: NGramGuard.from_hashes(np.array([1])), TypeError, "expected dtype uint64, got int64"),
         (lambda: NGramGuard.from_hashes([1.5]), TypeError, "hashes: expected a uint64 array"),
         (lambda: NGramGuard.from_hashes([-1]), ValueError, "hashes: expected integers in"),
