@@ -11,565 +11,75 @@ follow the structure of pages, and copied words flatter the n-gram guard: see do
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from importlib import import_module
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Float64, Int64
-from cdr_kernel.files import FileError, Task, read_array, read_facts, read_task_vectors, read_tasks
-from cdr_kernel.lexical import TfIdf
-from cdr_kernel.ngram import NGramGuard, Tokenizer, tokenize
-from cdr_kernel.pack import pack_facts
-from cdr_kernel.rank import cdr_rank
-from cdr_kernel.retrieve import Retriever
-from cdr_kernel.session import Session
-from cdr_kernel.store import FactStore
-from cdr_kernel.task import SubQuery, WindowReport
+from cdr_kernel.arrays import Float64
+from cdr_kernel.quality_data import EMBEDDINGS, MODEL, TOKENIZERS, Case, Corpus, golden, load_corpus
+from cdr_kernel.quality_methods import (
+    Method,
+    Ranked,
+    baselines,
+    pick_mmr,
+    pick_relevance,
+    pick_relevance_excluded,
+    pick_round_robin,
+    pick_xquad,
+    ranked,
+)
+from cdr_kernel.quality_run import (
+    DROPPED,
+    LEAST_SIMILARITY,
+    WRITERS,
+    Run,
+    Writer,
+    write_greedy,
+    write_lexical,
+    write_plan,
+)
+from cdr_kernel.task import WindowReport
 
-DROPPED = 0.25
-"""Share of the packed facts' tokens that a simulated output leaves out."""
+__all__ = [
+    "DROPPED",
+    "EMBEDDINGS",
+    "MODEL",
+    "RESAMPLES",
+    "TOKENIZERS",
+    "WRITERS",
+    "Case",
+    "Corpus",
+    "Method",
+    "Outcome",
+    "Ranked",
+    "Run",
+    "TaskRow",
+    "WindowRow",
+    "Writer",
+    "alpha_ndcg",
+    "baselines",
+    "difference",
+    "evaluate",
+    "golden",
+    "interval",
+    "load_corpus",
+    "pick_mmr",
+    "pick_relevance",
+    "pick_relevance_excluded",
+    "pick_round_robin",
+    "pick_xquad",
+    "ranked",
+    "summarise",
+    "write_greedy",
+    "write_lexical",
+    "write_plan",
+]
 
 RESAMPLES = 2000
-EMBEDDINGS = ("title", "text")
-MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-
-_LEAST_DEPTH = 0.15  # a writer does not claim less
-_LEAST_SIMILARITY = 0.04  # the lexical judge assigns nothing below
-_LATER_CORPUS = "blog"  # rows from the first of it on are not part of the main store
-
-_golden = re.compile(r"[a-z0-9]+(?:[.\-_][a-z0-9]+)*")
-
-
-@lru_cache(maxsize=65536)
-def golden(text: str) -> tuple[str, ...]:
-    """Tokens of lower-case ASCII letters and digits, joined inside by . - and _: those of the recorded results."""
-    return tuple(_golden.findall(text.lower()))
-
-
-TOKENIZERS: Mapping[str, Tokenizer] = {"golden": golden, "default": tokenize}
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A task with its vectors and labels. query [D], subs [S, D]; labels: by row, the sub-queries it is about.
-
-    expected: words that the finished task should have on each sub-query, float64 [S]. lenient: rows that count as
-    relevant when labels are read generously. kind: what the task was made of.
-    """
-
-    task: Task
-    query: Float64
-    subs: Float64
-    labels: Mapping[int, frozenset[int]]
-    lenient: frozenset[int]
-    expected: Float64
-    kind: str
-
-    @property
-    def id(self) -> str:
-        """The task's id."""
-        return self.task.id
-
-    @cached_property
-    def sub_queries(self) -> tuple[SubQuery, ...]:
-        """The items with their vectors."""
-        return self.task.sub_queries(self.subs)
-
-    @property
-    def labelled(self) -> bool:
-        """Whether it says which facts are about what."""
-        return bool(self.labels)
-
-
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """What an experiment runs on: facts in a store (row i is fact i), and tasks.
-
-    texts: what a writer would copy, [N]. The store's texts are the strings that were embedded. words: [N] float64.
-    """
-
-    store: FactStore
-    texts: Sequence[str]
-    words: Float64
-    cases: tuple[Case, ...]
-    tokenizer: Tokenizer = golden
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    @cached_property
-    def retriever(self) -> Retriever:
-        """Over the store, shared by all runs."""
-        return Retriever(self.store)
-
-    @cached_property
-    def units(self) -> npt.NDArray[np.float32]:
-        """[N, D] unit rows, for baselines and for near-repeats."""
-        rows = self.store.view().embeddings.astype(np.float32)
-        return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True))
-
-    @cached_property
-    def judge(self) -> TfIdf:
-        """The word index of the texts without titles."""
-        return TfIdf(self.texts)
-
-    @cached_property
-    def ngrams(self) -> list[npt.NDArray[np.uint64]]:
-        """The distinct 6-grams of each text, hashed."""
-        offsets, hashes = NGramGuard(tokenizer=self.tokenizer).ngram_hashes(self.texts)
-        return [np.unique(hashes[a:b]) for a, b in pairwise(offsets)]
-
-
-def load_corpus(
-    folder: Path,
-    *,
-    embedding: str = "title",
-    tasks: Path | None = None,
-    queries: Path | None = None,
-    tokenizer: str = "golden",
-) -> Corpus:
-    """The facts and tasks of a folder.
-
-    The folder is either a store as `cdr ingest` leaves it, with tasks.json and queries.npz beside it, or holds
-    facts.parquet (text, title, n_words, path, pos), facts_EMBEDDING_minilm_f16.npy, tasks_dev.json and
-    queries_dev_minilm_f16.npz; rows from the first one of the corpus "blog" on are left out there. embedding: "title"
-    takes the vectors, and as the store's texts the strings, of "title: text", "text" those of the text alone.
-    tokenizer: a name in TOKENIZERS. tasks, queries: other files.
-
-    Raises FileError for what is wrong in a file, OSError where one cannot be opened.
-    """
-    if embedding not in EMBEDDINGS:
-        raise ValueError(f"embedding: expected one of {', '.join(EMBEDDINGS)}, got {embedding!r}")
-    if tokenizer not in TOKENIZERS:
-        raise ValueError(f"tokenizer: expected one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
-    if (folder / "facts.parquet").is_file():
-        store, texts, words = _dataset(folder, embedding, TOKENIZERS[tokenizer])
-        names = ("tasks_dev.json", "queries_dev_minilm_f16.npz")
-    else:
-        if embedding != "title":
-            raise ValueError(f"embedding: expected 'title', the one that {folder} has, got {embedding!r}")
-        saved = FactStore.load(folder).view()
-        embedded, rows = saved.texts(range(saved.rows)), range(saved.rows)
-        store = FactStore(saved.dim, embedding_model=saved.embedding_model, tokenizer=TOKENIZERS[tokenizer])
-        known = saved.facts(rows)
-        store.add(
-            [fact.id for fact in known],
-            embedded,
-            saved.embeddings,
-            importance=saved.importance,
-            source=[fact.source for fact in known],
-            position=[fact.position for fact in known],
-        )
-        texts = embedded
-        if (folder / "facts.jsonl").is_file():  # without the titles that were embedded
-            plain = {id: t for b in read_facts(folder / "facts.jsonl") for id, t in zip(b.ids, b.texts, strict=True)}
-            texts = [plain.get(fact.id, fact.text) for fact in saved.facts(range(saved.rows))]
-        words = np.array([len(text.split()) for text in texts], np.float64)
-        names = ("tasks.json", "queries.npz")
-    tasks = folder / names[0] if tasks is None else tasks
-    queries = folder / names[1] if queries is None else queries
-    cases = tuple(_cases(tasks, queries, store, words))
-    return Corpus(store, texts, words, cases, TOKENIZERS[tokenizer])
-
-
-def _dataset(folder: Path, embedding: str, tokenizer: Tokenizer) -> tuple[FactStore, list[str], Float64]:
-    path = folder / "facts.parquet"
-    pq = import_module("pyarrow.parquet")
-    table = pq.read_table(path, columns=["title", "n_words", "corpus"])
-    main = [corpus != _LATER_CORPUS for corpus in table["corpus"].to_pylist()]
-    n = main.index(False) if False in main else len(main)
-    if any(main[n:]):
-        raise FileError(f"{path}: corpus: expected {_LATER_CORPUS!r} to come last")
-    spec = str(folder / f"facts_{embedding}_minilm_f16.npy")
-    rows = read_array(spec, 2)
-    if len(rows) != len(main):
-        raise FileError(f"{spec}: expected {len(main)} rows (one per fact), got {len(rows)}")
-    store = FactStore(rows.shape[1], embedding_model=MODEL, tokenizer=tokenizer)
-    titles = table["title"].to_pylist()
-    texts: list[str] = []
-    for batch in read_facts(path, stop=n):
-        at = slice(batch.first, batch.first + len(batch))
-        embedded = [f"{t}: {x}" if embedding == "title" else x for t, x in zip(titles[at], batch.texts, strict=True)]
-        store.add(batch.ids, embedded, rows[at], source=batch.source, position=batch.position)
-        texts += batch.texts
-    return store, texts, np.array(table["n_words"].to_pylist()[:n], np.float64)
-
-
-def _cases(tasks: Path, queries: Path, store: FactStore, words: Float64) -> Iterable[Case]:
-    checked = read_tasks(tasks)
-    raw = json.loads(tasks.read_text("utf-8-sig"))
-    view = store.view()
-    for task, record in zip(checked, raw.get("tasks", [raw]), strict=True):
-        query, subs = read_task_vectors(queries, task, store.dim)
-
-        def rows(ids: Iterable[object], where: str, task: Task = task) -> list[int]:
-            try:
-                return [view.row_of(str(i)) for i in ids]
-            except KeyError as error:
-                raise FileError(f"{tasks}: task {task.id!r}: {where}: no fact {error} in the store") from None
-
-        labels: dict[int, set[int]] = {}
-        for j, item in enumerate(task.items):
-            for row in rows(item.fact_ids or (), f"fact_ids of {item.id!r}"):
-                labels.setdefault(row, set()).add(j)
-        about = {row: frozenset(js) for row, js in labels.items()}
-        own = [sum(words[row] for row in about if j in about[row]) for j in range(len(task.items))]
-        known = [item.expected_words for item in task.items]
-        others = rows(record.get("other_on_page_ids", ()), "other_on_page_ids")
-        linked = [str(i) for i in record.get("linked_ids", ()) if str(i) in store]
-        yield Case(
-            task=task,
-            query=query,
-            subs=subs,
-            labels=about,
-            lenient=frozenset([*about, *others, *rows(linked, "linked_ids")]),
-            expected=np.array([o if e is None else e for o, e in zip(own, known, strict=True)], np.float64),
-            kind=str(record.get("kind", "")),
-        )
-
-
-class Run:
-    """One task on its way through its windows: what was packed, and what a writer made of it.
-
-    used: by row, the last window (1-based) that packed it. depth: reported so far, [S], at most 1 each.
-    """
-
-    def __init__(self, corpus: Corpus, case: Case, seed: int) -> None:
-        self.corpus = corpus
-        self.case = case
-        self.k = case.task.k
-        self.windows = case.task.windows
-        self.window = 0
-        self.used: dict[int, int] = {}
-        self.depth = np.zeros(len(case.subs))
-        self.addressed: list[tuple[int, float, int]] = []
-        self.random = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
-
-    @property
-    def remaining(self) -> list[int]:
-        """Sub-queries that no window addressed; all of them once there are none."""
-        done = {j for j, _, _ in self.addressed}
-        return [j for j in range(len(self.depth)) if j not in done] or list(range(len(self.depth)))
-
-    @property
-    def fresh(self) -> npt.NDArray[np.bool_]:
-        """[N]: not packed yet."""
-        fresh = np.ones(len(self.corpus), np.bool_)
-        fresh[list(self.used)] = False
-        return fresh
-
-    @cached_property
-    def relevance(self) -> npt.NDArray[np.float32]:
-        """[N] cosines to the query."""
-        return _cosines(self.corpus.units, self.case.query[None])[:, 0]
-
-    @cached_property
-    def similarity(self) -> npt.NDArray[np.float32]:
-        """[N, S] cosines to the sub-queries."""
-        return _cosines(self.corpus.units, self.case.subs)
-
-    @cached_property
-    def lexical(self) -> Float64:
-        """[N, S] of the judge that knows words only."""
-        return self.corpus.judge.similarity([item.text for item in self.case.task.items])
-
-    def output(self, rows: Sequence[int]) -> str:
-        """The packed facts with a quarter of their tokens dropped at random."""
-        kept: list[str] = []
-        for row in rows:
-            tokens = self.corpus.tokenizer(self.corpus.texts[row])
-            keep = self.random.random(len(tokens)) >= DROPPED
-            kept += [token for token, stays in zip(tokens, keep, strict=True) if stays]
-        return " ".join(kept)
-
-    def close(self, rows: Sequence[int], addressed: Sequence[tuple[int, float]]) -> None:
-        """The window is over."""
-        self.window += 1
-        self.used.update(dict.fromkeys(rows, self.window))
-        for j, depth in addressed:
-            self.addressed.append((j, depth, self.window))
-            self.depth[j] = min(1.0, self.depth[j] + depth)
-
-
-def _cosines(units: npt.NDArray[np.float32], vectors: Float64) -> npt.NDArray[np.float32]:
-    unit = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
-    return np.asarray(units @ unit.T)
-
-
-# Writers: what a window addressed, [(sub-query, depth)].
-
-Writer: TypeAlias = Callable[[Run, Sequence[int]], list[tuple[int, float]]]
-
-
-def write_plan(run: Run, rows: Sequence[int]) -> list[tuple[int, float]]:
-    """The next sub-queries in the task's order at depth .9, whatever the envelope holds."""
-    pace = _pace(run)
-    return [(j, 0.9) for j in range(len(run.depth))[run.window * pace : (run.window + 1) * pace]]
-
-
-def write_greedy(run: Run, rows: Sequence[int]) -> list[tuple[int, float]]:
-    """The sub-queries with most labelled words in the envelope; a fact written before counts no words."""
-    written = np.zeros(len(run.depth))
-    for row in rows:
-        if row not in run.used:
-            for j in run.case.labels.get(row, ()):
-                written[j] += run.corpus.words[row] / len(run.case.labels[row])
-    return _most_written(run, written)
-
-
-def write_lexical(run: Run, rows: Sequence[int]) -> list[tuple[int, float]]:
-    """As greedy, but a fact counts for the sub-query whose words it shares most: no labels, no embeddings."""
-    written = np.zeros(len(run.depth))
-    for row in rows:
-        best = int(run.lexical[row].argmax())
-        if run.lexical[row, best] > _LEAST_SIMILARITY and row not in run.used:
-            written[best] += run.corpus.words[row]
-    return _most_written(run, written)
-
-
-def _pace(run: Run) -> int:
-    return max(1, math.ceil(len(run.depth) / run.windows))
-
-
-def _most_written(run: Run, written: Float64) -> list[tuple[int, float]]:
-    expected = run.case.expected
-    share = np.divide(written, expected, out=np.where(written > 0, 1.0, 0.0), where=expected > 0)
-    most = np.argsort(-written, kind="stable")[: _pace(run)].tolist()
-    return [(j, float(min(0.9, share[j]))) for j in most if written[j] > 0 and share[j] >= _LEAST_DEPTH]
-
-
-WRITERS: Mapping[str, Writer] = {"greedy": write_greedy, "lexical": write_lexical, "plan": write_plan}
-
-
-# Methods: who picks the rows of a window. `start` is called once per run.
-
-
-class Method:
-    """Picks each window's facts. A baseline is a function of the run."""
-
-    def __init__(self, name: str, pick: Callable[[Run], Sequence[int]]) -> None:
-        self.name = name
-        self._pick = pick
-
-    def start(self, corpus: Corpus, case: Case) -> Method:
-        """What picks for one run."""
-        return self
-
-    def pick(self, run: Run) -> list[int]:
-        """Rows for the next window, best first, at most the task's k."""
-        return [int(row) for row in self._pick(run)]
-
-    def close(self, run: Run, report: WindowReport, output: str) -> None:
-        """The window was written."""
-
-
-class Ranked(Method):
-    """The product: a session made with `settings`, `cdr_rank`, `pack_facts` and `Session.update`."""
-
-    def __init__(self, name: str, settings: Mapping[str, Any], pack: str) -> None:
-        super().__init__(name, lambda run: ())
-        self.settings = settings
-        self.pack = pack
-
-    def start(self, corpus: Corpus, case: Case) -> Method:
-        return _RankedRun(self.name, self.settings, self.pack, corpus, case)
-
-
-class _RankedRun(Ranked):
-    """Mode "spec" pulls from the second window on, also where the first one addressed nothing, as the recorded
-    experiment does. That lies between the two readings of R1, so window 1 has a session of its own."""
-
-    def __init__(self, name: str, settings: Mapping[str, Any], pack: str, corpus: Corpus, case: Case) -> None:
-        super().__init__(name, settings, pack)
-        self._corpus = corpus
-        self._case = case
-        self._session = self._first = self._made(settings)
-        if settings["mode"] == "spec":
-            self._session = self._made({**settings, "first_window_pull": True})
-
-    def _made(self, settings: Mapping[str, Any]) -> Session:
-        case, model = self._case, self._corpus.store.embedding_model
-        return Session(case.sub_queries, embedding_model=model, max_windows=case.task.windows, **settings)
-
-    def pick(self, run: Run) -> list[int]:
-        session = self._session if run.window else self._first
-        k = run.k if self.pack == "greedy" else None
-        ranking = cdr_rank(self._case.query, self._corpus.retriever, session, k=k)
-        self._envelope = pack_facts(ranking, run.k, count_tokens=lambda text: 1, pack=self.pack)
-        view = self._corpus.store.view()
-        return [view.row_of(fact.id) for fact in self._envelope.facts]
-
-    def close(self, run: Run, report: WindowReport, output: str) -> None:
-        model = self._corpus.store.embedding_model
-        self._session.update(report, output, envelope=self._envelope, embedding_model=model)
-
-
-def ranked(
-    corpus: Corpus, *, mode: str = "spec", guard: bool | None = None, pack: str | None = None, **settings: Any
-) -> Ranked:
-    """The method whose sessions have these settings. guard None: on for mode "spec", else off. pack: "greedy" or
-    "need"; None is "need" for mode "calibrated", else "greedy"."""
-    on = mode == "spec" if guard is None else guard
-    made = NGramGuard(tokenizer=corpus.tokenizer) if on else False
-    packing = ("greedy" if mode == "spec" else "need") if pack is None else pack
-    parts = [mode, *(["need"] if packing == "need" else []), *(["guard"] if on else [])]
-    return Ranked(" + ".join(parts), {"mode": mode, "guard": made, **settings}, packing)
-
-
-def _top(score: npt.NDArray[Any], k: int, allowed: npt.NDArray[np.bool_] | None = None) -> Int64:
-    """Rows of the k largest scores, best first, equal ones by row."""
-    rows = np.arange(len(score)) if allowed is None else np.flatnonzero(allowed)
-    if k < len(rows):
-        cut = np.partition(score[rows], len(rows) - k)[len(rows) - k]
-        rows = rows[score[rows] >= cut]
-    return np.asarray(rows[np.lexsort((rows, -score[rows]))][:k])
-
-
-def _listed(rows: Int64) -> list[int]:
-    listed: list[int] = rows.tolist()
-    return listed
-
-
-def pick_relevance(run: Run) -> Sequence[int]:
-    """The nearest to the query."""
-    return _listed(_top(run.relevance, run.k))
-
-
-def pick_relevance_excluded(run: Run) -> Sequence[int]:
-    """The nearest to the query among what was never packed."""
-    return _listed(_top(run.relevance, run.k, run.fresh))
-
-
-def pick_round_robin(run: Run) -> Sequence[int]:
-    """The nearest to each sub-query not addressed yet, in turn, without what was packed: the practitioner's way."""
-    lists = [_top(run.similarity[:, j], 4 * run.k, run.fresh).tolist() for j in run.remaining]
-    taken: dict[int, None] = {}
-    while len(taken) < run.k and any(lists):
-        for rows in lists:
-            while rows and rows[0] in taken:
-                rows.pop(0)
-            if rows and len(taken) < run.k:
-                taken[rows.pop(0)] = None
-    return list(taken)
-
-
-def pick_mmr(run: Run, weight: float = 0.5, pool: int = 200) -> Sequence[int]:
-    """Maximal marginal relevance over the nearest 200 that were never packed."""
-    found = _top(run.relevance, pool, run.fresh)
-    units, relevance = run.corpus.units[found], run.relevance[found]
-    nearest = np.zeros(len(found), np.float32)
-    chosen: list[int] = []
-    left = np.ones(len(found), np.bool_)
-    for _ in range(min(run.k, len(found))):
-        best = int(np.where(left, weight * relevance - (1 - weight) * nearest, -np.inf).argmax())
-        left[best] = False
-        chosen.append(int(found[best]))
-        nearest = np.maximum(nearest, units @ units[best])
-    return chosen
-
-
-def pick_xquad(run: Run, weight: float = 0.5, low: float = 0.2, high: float = 0.7, pool: int = 500) -> Sequence[int]:
-    """xQuAD: relevance mixed with how much of each sub-query's remaining share a fact serves; packed facts count."""
-
-    def probability(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.clip((x - low) / (high - low), 0, 1)
-
-    found = _top(np.maximum(run.relevance, run.similarity.max(1)), pool, run.fresh)
-    serves, relevance = probability(run.similarity[found]), probability(run.relevance[found])
-    open_share = np.ones(len(run.depth))
-    for row in run.used:
-        open_share *= 1 - probability(run.similarity[row])
-    chosen: list[int] = []
-    left = np.ones(len(found), np.bool_)
-    for _ in range(min(run.k, len(found))):
-        share = open_share / max(float(open_share.max()), 1e-12)
-        value = (1 - weight) * relevance + weight * (serves @ share) / max(float(share.sum()), 1e-12)
-        best = int(np.where(left, value, -np.inf).argmax())
-        left[best] = False
-        chosen.append(int(found[best]))
-        open_share = open_share * (1 - serves[best])
-    return chosen
-
-
-def _pick_pyversity(strategy: str) -> Callable[[Run], Sequence[int]]:
-    diversify = import_module("pyversity").diversify
-
-    def pick(run: Run, pool: int = 200) -> Sequence[int]:
-        found = _top(run.relevance, pool, run.fresh)
-        result = diversify(run.corpus.units[found], run.relevance[found], run.k, strategy=strategy, diversity=0.5)
-        return _listed(found[np.asarray(result.indices)])
-
-    return pick
-
-
-@dataclass(slots=True)
-class _ForeignFact:
-    id: int
-    embedding: list[float]
-
-
-def _pick_crprotocol() -> Callable[[Run], Sequence[int]]:
-    rank = import_module("crp.envelope.cdr").cdr_rank
-    sets = import_module("crp.state.coverage_set")
-
-    def pick(run: Run, gate: float = 0.55, pool: int = 400) -> Sequence[int]:
-        found = _top(run.relevance, pool, run.relevance >= gate)
-        covered = sets.CoverageSet("m")
-        for window in range(1, run.window + 1):
-            entries = [
-                {"id": str(j), "text": "", "embedding": run.case.subs[j].tolist(), "depth_weight": depth}
-                for j, depth, when in run.addressed
-                if when == window
-            ]
-            if entries:
-                covered.update(entries, window_number=window)
-        if run.window:
-            done = {j for j, _, _ in run.addressed}
-            left = [j for j in range(len(run.depth)) if j not in done]
-            covered.set_residual([sets.ResidualItem("", run.case.subs[j].tolist(), str(j)) for j in left])
-        facts = [_ForeignFact(int(i), run.corpus.units[i].tolist()) for i in found]
-        result = rank(facts, run.case.query.tolist(), covered, min_relevance=gate)
-        return [scored.fact.id for scored in result.ranked[: run.k]]
-
-    return pick
-
-
-_BASELINES: Mapping[str, Callable[[], Callable[[Run], Sequence[int]]]] = {
-    "relevance": lambda: pick_relevance,
-    "relevance_excluded": lambda: pick_relevance_excluded,
-    "mmr": lambda: pick_mmr,
-    "round_robin": lambda: pick_round_robin,
-    "xquad": lambda: pick_xquad,
-    "pyversity_dpp": lambda: _pick_pyversity("dpp"),
-    "pyversity_cover": lambda: _pick_pyversity("cover"),
-    "crprotocol": _pick_crprotocol,
-}
-
-
-def baselines(names: Iterable[str] | None = None) -> list[Method]:
-    """The baselines of these names; None: all that can be had here (pyversity and crprotocol where installed)."""
-    made = []
-    for name in _BASELINES if names is None else names:
-        if name not in _BASELINES:
-            raise ValueError(f"baselines: expected some of {', '.join(_BASELINES)}, got {name!r}")
-        try:
-            made.append(Method(name, _BASELINES[name]()))
-        except ImportError as error:
-            if names is not None:
-                package = name.partition("_")[0]
-                raise ImportError(f"baseline {name!r}: {error}; pip install {package}") from None
-    return made
 
 
 @dataclass(frozen=True)
@@ -668,7 +178,7 @@ def _run_case(corpus: Corpus, case: Case, method: Method, writer: Writer, seed: 
         for row in useful:
             for j in labels[row]:
                 words[j] += corpus.words[row] / len(labels[row])
-        reached |= {int(run.lexical[row].argmax()) for row in rows if run.lexical[row].max() > _LEAST_SIMILARITY}
+        reached |= {int(run.lexical[row].argmax()) for row in rows if run.lexical[row].max() > LEAST_SIMILARITY}
         delivered += rows
         addressed = writer(run, rows)
         output = run.output(rows)
@@ -747,9 +257,6 @@ def alpha_ndcg(delivered: Sequence[int], labels: Mapping[int, frozenset[int]], c
         found.append(sorted(labels.get(row, ())) if row not in seen else [])
         seen.add(row)
     return gain(found) / best if best else 0.0
-
-
-# Summaries
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
