@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import shutil
 import subprocess
 import threading
@@ -309,5 +310,51 @@ def test_the_ranking_of_a_session_as_it_was_is_not_kept(stores):
         await one.keep_window(mine, KeptWindow.of(envelope, mine.now.number))
         await two.keep_window(theirs, old)
         assert (await one.window_of(mine)).version == mine.now.number
+
+    stores(work)
+
+
+def test_an_id_that_is_taken_is_not_taken_twice(stores):
+    async def work(one, two):
+        mine = await one.create(same_session(id=new_id()))
+        number = mine.now.number
+        with pytest.raises(KeyError):
+            await two.create(same_session(id=mine.id))
+        assert (await one.get(mine.id)).now.number == number
+
+    stores(work)
+
+
+def test_a_session_that_two_read_at_once_is_one(stores):
+    async def work(one, two):
+        id, seen = (await one.create(same_session(id=new_id()))).id, []
+
+        async def look():
+            seen.append((await two.get(id)).now)
+
+        await asyncio.gather(*(look() for _ in range(8)))
+        assert len(set(map(builtins.id, seen))) == 1
+
+    stores(work)
+
+
+def test_a_commit_does_not_hide_the_one_that_followed_it(stores, monkeypatch):
+    """Another replica commits, and this one reads that, before the answer to this one's commit is looked at."""
+
+    async def work(one, two):
+        mine = await one.create(same_session(id=new_id()))
+        script = one._redis.script
+
+        async def slow(*args):
+            done = await script(*args)
+            monkeypatch.undo()
+            theirs = await two.get(mine.id)
+            assert await two.commit(theirs, theirs.now, changed(theirs.now.session), {})
+            await one.get(mine.id)
+            return done
+
+        monkeypatch.setattr(one._redis, "script", slow)
+        assert await one.commit(mine, mine.now, changed(mine.now.session), {})
+        assert mine.now.session.window_count == 2
 
     stores(work)
