@@ -74,18 +74,18 @@ def store(tmp_path):
 def test_a_signal_under_load_loses_no_accepted_request(store, number):
     process = Process(store, "--no-access-log", "--drain", "0.3")
     process.event("ready")
-    seen = {"answered": 0, "refused": 0}
+    with httpx.Client(base_url=process.url, timeout=60) as client:
+        ids = [created(client, max_windows=20) for _ in range(8)]
+    seen = {"answered": len(ids), "refused": 0}
     lock = threading.Lock()
     stop = threading.Event()
     bad = []
 
     def load(i):
-        with httpx.Client(base_url=process.url, timeout=30) as client:
-            sid = created(client, max_windows=20)
-            with lock:
-                seen["answered"] += 1
+        with httpx.Client(base_url=process.url, timeout=60) as client:
             while not stop.is_set():
-                send = [(f"/v1/sessions/{sid}/rank", rank(k=50)), (f"/v1/sessions/{sid}/update", update(["s1"]))]
+                path = f"/v1/sessions/{ids[i]}"
+                send = [(f"{path}/rank", rank(k=50)), (f"{path}/update", update(["s1"]))]
                 path, body = send[i % 2]
                 try:
                     status = client.post(path, json=body).status_code
@@ -226,7 +226,7 @@ def test_bodies_that_never_end_do_not_hold_it(store):
     assert process.end() == 0
     told = process.event("stopped")
     assert told["accepted"] == told["answered"] >= 6
-    assert (told["cut_off"], process.event("cut_off")["requests"]) == (4, 4)
+    assert process.event("cut_off")["requests"] == 4
     assert all(isinstance(line, dict) for line in process.lines)
 
 

@@ -2,8 +2,7 @@
 
 SIGTERM or SIGINT: /readyz says "draining", answers close their connections, and for `drain_s` seconds everything is
 still served, so that whoever routes requests here can stop. Then the port is closed, a request whose body is not whole
-a second later is turned away, what was accepted is finished, and the process exits with 0. A second signal ends it at
-once.
+soon after is turned away, what was accepted is finished, and the process exits with 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from cdr_kernel.serve.settings import Settings
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 65
+GRACE_S = 1.0
+"""How long a body may still come once the port is closed; at most half of what stopping has."""
 SWITCH_S = 0.0005
 """How long a thread that ranks or packs may keep the event loop, which turns requests away, from running."""
-BODY_S = 1.0
-"""How long after the port has closed bodies may still come."""
 
 
 class _Server(uvicorn.Server):
@@ -73,14 +72,9 @@ class _Server(uvicorn.Server):
         self._drain = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
-        settings = self._service.settings
-        await asyncio.sleep(settings.drain_s)
+        await asyncio.sleep(self._service.settings.drain_s)
+        self._service.stop_reading(min(GRACE_S, self._service.settings.stop_s / 2))
         self.should_exit = True
-        await asyncio.sleep(min(BODY_S, settings.stop_s / 2))  # what is on its way arrives
-        unfinished = self._service.stop_reading()
-        if unfinished:
-            what = "bodies that were not whole after the port had closed: answered 503, nothing was changed"
-            logs.event("cut_off", logging.WARNING, requests=unfinished, what=what)
 
 
 def run(settings: Settings) -> int:
@@ -117,7 +111,10 @@ def run(settings: Settings) -> int:
         logs.event("listening", host=host, port=port)
         server.run(sockets=[listener])
     lost = service.accepted - service.completed
-    logs.event("stopped", accepted=service.accepted, answered=service.completed, cut_off=service.cut_off)
+    if service.cut_off:
+        what = "bodies that were not whole when the port had closed: answered 503, nothing was changed"
+        logs.event("cut_off", logging.WARNING, requests=service.cut_off, what=what)
+    logs.event("stopped", accepted=service.accepted, answered=service.completed)
     if problems:
         raise problems[0]
     return 0 if lost == 0 else 1

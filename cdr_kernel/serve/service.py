@@ -139,7 +139,7 @@ class Service:
         self.shared: Redis | None = None if settings.redis is None else Redis(settings.redis)
         self.stopping = False
         self.accepted = self.completed = self.cut_off = 0
-        self._closing = False
+        self._read_until = float("inf")
         self._reading: set[asyncio.Timeout] = set()
         self._embedder: Callable[[list[str]], Any] | None = None
         self._batcher: Batcher | None = None
@@ -152,28 +152,29 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def reading(self, deadline: float) -> AsyncIterator[None]:
-        """Read a body in here. Raises `Refusal` 408 once the deadline has passed, and 503 once `stop_reading` was
-        called, where it is not whole by then."""
-        limit = asyncio.timeout(0 if self._closing else deadline - monotonic())
+        """Read a body in here. Raises `Refusal` where it is not whole in time: 408 once the deadline has passed, 503
+        where `stop_reading` was called before."""
+        limit = asyncio.timeout(min(deadline, self._read_until) - monotonic())
         try:
             async with limit:
                 self._reading.add(limit)
                 yield
         except TimeoutError:
-            if not self._closing:
+            if self._read_until == float("inf"):
                 raise Refusal(408, "timeout", "the body did not come before the deadline") from None
             self.cut_off += 1
             raise unavailable("draining", "the server stops, and the body was not whole yet") from None
         finally:
             self._reading.discard(limit)
 
-    def stop_reading(self) -> int:
-        """Wait no longer for bodies that are not whole, from now on; how many those were."""
-        self._closing, now = True, asyncio.get_running_loop().time()
-        waited = [limit for limit in self._reading if not limit.expired()]
-        for limit in waited:
-            limit.reschedule(now)
-        return len(waited)
+    def stop_reading(self, grace: float) -> None:
+        """Wait no longer than these seconds for bodies that are not whole."""
+        self._read_until = monotonic() + grace
+        end = asyncio.get_running_loop().time() + grace
+        for limit in self._reading:
+            when = limit.when()
+            if not limit.expired() and (when is None or when > end):
+                limit.reschedule(end)
 
     @property
     def batcher(self) -> Batcher:

@@ -38,8 +38,7 @@ class Settings:
     take in this process; the least recently used ones go first. row_cache_bytes: what rankings keep between windows,
     of one tenant. threads: that pack, encode and write facts. refresh_s: seconds between looks at durable stores for
     what other processes have changed.
-    drain_s: seconds between SIGTERM (not ready) and closing the port; a second later bodies must be whole.
-    stop_s: seconds that accepted requests then get.
+    drain_s: seconds between SIGTERM (not ready) and closing the port. stop_s: seconds that accepted requests then get.
     otel: whether to trace with OpenTelemetry (extra `otel`). access_log: a line of JSON per request.
 
     Raises TypeError or ValueError for what is out of range.
