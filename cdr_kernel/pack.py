@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from cdr_kernel.rank import Ranking
     from cdr_kernel.store import Fact
 
+_ROOM = 64
+"""Binary places that ratios are moved down by where their sum is beyond float64."""
+
 
 def count_tokens_default(text: str) -> int:
     """Tokens of a text without a tokenizer: its UTF-8 bytes / 4, rounded up, at least 1."""
@@ -73,8 +76,8 @@ class Envelope:
         """§6, exit 3: the mean over the packed facts of final score / query relevance (R11).
 
         exhaustion="novelty" takes the mean of novelty x (1 - n-gram penalty) instead, which no importance
-        moves. Facts with relevance <= 0 are left out (R27); 0.0 when no fact is left (R12); inf where importances are
-        so large that their sum is. ValueError for another word.
+        moves. Facts with relevance <= 0 are left out (R27); 0.0 when no fact is left (R12); inf only where a ratio is,
+        not where their sum would be. ValueError for another word.
         """
         if exhaustion not in EXHAUSTIONS:
             raise ValueError(f"exhaustion must be one of {', '.join(map(repr, EXHAUSTIONS))}, got {exhaustion!r}")
@@ -83,13 +86,15 @@ class Envelope:
         if not counted.any():
             return 0.0
         if exhaustion == "score":
-            ratios = ranking.score[counted] / ranking.relevance[counted]
+            with np.errstate(over="ignore"):
+                ratios = ranking.score[counted] / ranking.relevance[counted]
         else:
             ratios = ranking.novelty[counted] * (1.0 - ranking.ngram_penalty[counted])
         try:
             return math.fsum(ratios) / len(ratios)
         except OverflowError:
-            return math.inf
+            mean = math.fsum(np.ldexp(ratios, -_ROOM)) / len(ratios)
+            return math.ldexp(min(mean, math.ldexp(float(ratios.max()), -_ROOM)), _ROOM)  # rounding may lift it above
 
 
 class InOrder:

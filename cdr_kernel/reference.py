@@ -517,7 +517,8 @@ def novelty_ratio(envelope: Sequence[Scored], exhaustion: str = "score") -> floa
     """§6, exit 3: the mean over the packed facts of final score / query relevance (R11).
 
     `exhaustion="novelty"` takes the mean of novelty * (1 - ngram_penalty), which no importance moves. R27:
-    facts of relevance <= 0 are left out. R12: 0 when no fact is left.
+    facts of relevance <= 0 are left out. R12: 0 when no fact is left. Ratios whose sum is beyond float64 have a mean
+    that is not: they are summed at 2^-64 of their size. Infinite only where a ratio is.
     """
     if exhaustion not in ("score", "novelty"):
         raise ValueError(f'exhaustion must be "score" or "novelty", got {exhaustion!r}')
@@ -528,7 +529,11 @@ def novelty_ratio(envelope: Sequence[Scored], exhaustion: str = "score") -> floa
         ratios = [scored.score / scored.relevance for scored in counted]
     else:
         ratios = [scored.novelty * (1.0 - scored.ngram_penalty) for scored in counted]
-    return math.fsum(ratios) / len(ratios)
+    try:
+        return math.fsum(ratios) / len(ratios)
+    except OverflowError:
+        mean = math.fsum(math.ldexp(ratio, -64) for ratio in ratios) / len(ratios)
+        return math.ldexp(min(mean, math.ldexp(max(ratios), -64)), 64)  # rounding may lift it above the largest
 
 
 def should_stop(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
 from cdr_kernel.rank import Ranking
 from cdr_kernel.store import Fact
 
+MAX = sys.float_info.max
 HYPOTHESIS = settings(deadline=None, max_examples=100, derandomize=True)
 
 
@@ -36,6 +40,24 @@ def make_ranking(texts, *, relevance=0.8, novelty=1.0, overlap=0, importance=1.0
         multiplier=column(1.0),
         **{"qualified": n, "guard_activations": 0, "coverage_depth": 0, "store_version": 1, **counters},
     )
+
+
+def as_scored(ranking: Ranking) -> list[reference.Scored]:
+    """As the reference sees a ranking."""
+    return [
+        reference.Scored(
+            fact=reference.Fact([1.0]),
+            relevance=float(ranking.relevance[i]),
+            coverage=0.0,
+            residual_pull=0.0,
+            novelty=float(ranking.novelty[i]),
+            ngram_overlap=int(ranking.ngram_overlap[i]),
+            ngram_penalty=reference.ngram_penalty(int(ranking.ngram_overlap[i])),
+            score_without_guard=float(ranking.score_without_guard[i]),
+            score=float(ranking.score[i]),
+        )
+        for i in range(len(ranking))
+    ]
 
 
 def packed(envelope: Envelope) -> list[str]:
@@ -131,10 +153,37 @@ def test_only_packed_facts_count():
     assert envelope.novelty_ratio() == pytest.approx(0.9)
 
 
-def test_importances_that_sum_to_infinity():
-    envelope = pack_facts(make_ranking(["a"] * 4, importance=1.7e308), 100)
-    assert envelope.novelty_ratio() == np.inf
+@pytest.mark.parametrize(
+    ("ratios", "mean"),
+    [
+        ([MAX] * 4, MAX),
+        ([MAX] * 3, MAX),
+        ([MAX] * 7, MAX),
+        ([MAX, MAX, 5e-324], MAX / 3 * 2),
+        ([MAX, 0.0, 0.0], MAX / 3),
+        ([1e308, 1.5e308], 1.25e308),
+        ([np.inf, 1.0], np.inf),
+        ([np.inf, MAX, MAX], np.inf),
+    ],
+)
+def test_importances_that_sum_to_infinity(ratios, mean):
+    envelope = pack_facts(make_ranking(["a"] * len(ratios), relevance=1.0, importance=ratios), 100)
+    assert envelope.novelty_ratio() == mean
+    assert envelope.novelty_ratio() == reference.novelty_ratio(as_scored(envelope.ranking))
     assert envelope.novelty_ratio("novelty") == 1.0
+    tiny = pack_facts(make_ranking(["a"] * 2, relevance=[1e-9, 0.5], importance=MAX), 100)
+    tiny.ranking.score[:] = MAX  # over a relevance that small beyond float64
+    assert tiny.novelty_ratio() == reference.novelty_ratio(as_scored(tiny.ranking)) == np.inf
+
+
+@HYPOTHESIS
+@given(st.lists(st.floats(1e300, MAX) | st.floats(0.0, 1.0), min_size=1, max_size=12))
+def test_a_mean_is_in_range_whatever_the_sum_is(importance):
+    ranking = make_ranking(["a"] * len(importance), relevance=1.0, importance=importance)
+    ratio = pack_facts(ranking, 100).novelty_ratio()
+    assert ratio == reference.novelty_ratio(as_scored(ranking))
+    exact = sum(map(Fraction, importance)) / len(importance)
+    assert abs(Fraction(ratio) - exact) <= exact * Fraction(2) ** -51 + Fraction(2) ** -1073
 
 
 def test_an_empty_envelope_has_the_ratio_0():
@@ -163,20 +212,6 @@ def test_the_ratio_is_the_reference_s(rows, exhaustion):
     ranking = make_ranking(
         ["a"] * len(rows), relevance=relevance, novelty=novelty, overlap=overlap, importance=importance
     )
-    scored = [
-        reference.Scored(
-            fact=reference.Fact([1.0]),
-            relevance=relevance[i],
-            coverage=0.0,
-            residual_pull=0.0,
-            novelty=novelty[i],
-            ngram_overlap=overlap[i],
-            ngram_penalty=reference.ngram_penalty(overlap[i]),
-            score_without_guard=float(ranking.score_without_guard[i]),
-            score=float(ranking.score[i]),
-        )
-        for i in range(len(rows))
-    ]
     envelope = pack_facts(ranking, 100)
-    assert envelope.novelty_ratio(exhaustion) == reference.novelty_ratio(scored, exhaustion)
-    assert envelope.min_novelty == reference.min_novelty(scored)
+    assert envelope.novelty_ratio(exhaustion) == reference.novelty_ratio(as_scored(ranking), exhaustion)
+    assert envelope.min_novelty == reference.min_novelty(as_scored(ranking))
