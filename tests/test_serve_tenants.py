@@ -23,14 +23,15 @@ from serving import (
     write_keys,
 )
 
+from cdr_kernel import durable
+
 KEYS = {"acme": "key-of-acme", "zenith": "key-of-zenith"}
 METRICS = "key-of-metrics"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for seed, name in enumerate(KEYS):
-        make_store(30, seed=seed, prefix=name).save(tmp_path / name)
+    place_stores(tmp_path, "folder")
     return tmp_path
 
 
@@ -157,7 +158,7 @@ class Tenants(RuleBasedStateMachine):
     @rule(who=st.sampled_from(sorted(KEYS)), key=st.sampled_from([None, "k1", "k2"]), shared=st.booleans())
     def add(self, who, key, shared):
         name = "the-same-id" if shared else f"n{next(self.numbers)}"
-        fact = {"id": name, "text": f"of {who}", "embedding": b64(query(len(name)))}
+        fact = {"id": name, "text": f"of {who}", "embedding": b64(query(len(name))), "attributes": {"owner": who}}
         self.both(who, "PUT", "/v1/facts", {"embedding_model": MODEL, "facts": [fact]}, key=key)
         self.facts[who].append(name)
 
@@ -166,10 +167,37 @@ class Tenants(RuleBasedStateMachine):
         if self.facts[who]:
             self.both(who, "POST", "/v1/facts/delete", {"ids": [data.draw(st.sampled_from(self.facts[who]))]})
 
+    def names(self):
+        """Ids of facts that one of the tenants has or had."""
+        return st.sampled_from(self.facts["acme"] + self.facts["zenith"] + ["acme0", "zenith0", "the-same-id"])
+
     @rule(who=st.sampled_from(sorted(KEYS)), data=st.data())
     def look_at_a_fact(self, who, data):
-        names = self.facts["acme"] + self.facts["zenith"] + ["acme0", "zenith0"]
-        self.both(who, "GET", f"/v1/facts/{data.draw(st.sampled_from(names))}")
+        self.both(who, "GET", f"/v1/facts/{data.draw(self.names())}")
+
+    @rule(who=st.sampled_from(sorted(KEYS)), data=st.data(), key=st.sampled_from([None, "k1", "q1"]))
+    def quarantine(self, who, data, key):
+        name = data.draw(self.names())
+        answers = self.both(who, "POST", "/v1/facts/quarantine", {"ids": [name], "reason": f"of {who}"}, key=key)
+        if answers[0].status_code == 200 and key is None:
+            assert error_of(self.both(who, "GET", f"/v1/facts/{name}")[0])["code"] == "quarantined"
+
+    @rule(who=st.sampled_from(sorted(KEYS)), data=st.data(), key=st.sampled_from([None, "k2", "q1"]))
+    def release(self, who, data, key):
+        self.both(who, "POST", "/v1/facts/release", {"ids": [data.draw(self.names())]}, key=key)
+
+    @rule(who=st.sampled_from(sorted(KEYS)), data=st.data(), column=st.sampled_from(["source", "owner", "nothing"]))
+    def rank_some(self, who, data, column):
+        ids = self.session(who, data)
+        value = data.draw(st.sampled_from(["doc1", None, ["doc0", None], "acme", "zenith", 3]))
+        if ids:
+            self.both(who, "POST", "/v1/sessions/SID/rank", rank(where={column: value}), ids)
+
+    @rule(who=st.sampled_from(sorted(KEYS)), data=st.data(), factor=st.sampled_from([0.0, 0.5, 9.0]))
+    def rank_weighted(self, who, data, factor):
+        ids = self.session(who, data)
+        if ids:
+            self.both(who, "POST", "/v1/sessions/SID/rank", rank(multiplier={data.draw(self.names()): factor}), ids)
 
     @rule(who=st.sampled_from(sorted(KEYS)), data=st.data(), path=st.sampled_from(["", "/rank", "/update", "/token"]))
     def probe(self, who, data, path):
@@ -196,14 +224,31 @@ class Tenants(RuleBasedStateMachine):
                 self.both(who, "DELETE", "/v1/sessions/SID", None, pair)
 
 
+def place_stores(folder, kind):
+    """A store of each tenant in this folder."""
+    for seed, name in enumerate(KEYS):
+        store = make_store(30, seed=seed, prefix=name)
+        if kind == "durable":
+            durable.DurableStore.from_facts(store, folder / name).close()
+        else:
+            store.save(folder / name)
+
+
+@pytest.mark.parametrize("kind", ["folder", "durable"])
 @pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.slow)])
-def test_two_tenants_are_kept_apart(folder, tmp_path, client, examples):
+def test_two_tenants_are_kept_apart(tmp_path, examples, kind):
+    if kind == "durable":
+        pytest.importorskip("lance", reason="needs the store extra")
+    both = write_keys(tmp_path / "both.json", **KEYS)
     keys = {name: write_keys(tmp_path / f"{name}.json", **{name: key}) for name, key in KEYS.items()}
+    for place in ("shared", "alone"):  # a store that is changed by both servers would not tell them apart
+        place_stores(tmp_path / place, kind)
     with (
-        serving(folder / "acme", keys=keys["acme"]) as acme,
-        serving(folder / "zenith", keys=keys["zenith"]) as zenith,
+        serving(tmp_path / "shared", keys=both) as shared,
+        serving(tmp_path / "alone" / "acme", keys=keys["acme"]) as acme,
+        serving(tmp_path / "alone" / "zenith", keys=keys["zenith"]) as zenith,
     ):
-        Tenants.shared, Tenants.alone = client, {"acme": acme, "zenith": zenith}
+        Tenants.shared, Tenants.alone = shared, {"acme": acme, "zenith": zenith}
         run_state_machine_as_test(
             Tenants,
             settings=settings(
