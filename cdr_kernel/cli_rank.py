@@ -8,7 +8,7 @@ import numpy as np
 import typer
 
 import cdr_kernel
-from cdr_kernel.cli_inputs import opened_store, query_vector, where_filter
+from cdr_kernel.cli_inputs import check_released, opened_store, query_vector, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
     EmbedOption,
@@ -78,7 +78,11 @@ def rank(
     retriever, view = cdr_kernel.Retriever(opened, kind.value), opened.view().select(wanted)
     why = None
     if explain is not None:
-        why = explain_vectors(vector, retriever, explain, max_facts=k, **question)
+        try:
+            why = explain_vectors(vector, retriever, explain, max_facts=k, **question)
+        except KeyError:
+            check_released(store, explain)
+            raise
     rows = retriever.candidates(columns, view)
     scores = cdr_kernel.cdr_score(
         view.blocks,

@@ -168,8 +168,10 @@ class DurableStore:
     def export(self, file: str | os.PathLike[str]) -> int:
         """Write all facts, quarantined ones included, to one safetensors file; returns how many.
 
-        The file is replaced whole or not at all; `docs/store.md` has its format. Takes memory for all facts.
+        The file is replaced whole or not at all; `docs/store.md` has its format. Takes memory for all facts. Raises
+        OSError for a place where no file can be written, before anything is read.
         """
+        exchange.check_target(Path(file))
         with self._lock:
             self._check_open()
             replica = self._replica
@@ -411,7 +413,7 @@ class DurableStore:
         with self._lock:
             self._snapshot_version = record.version
         if codes and len(view) >= WORTH_CODES:
-            saved = FactStore.load(folder, tokenizer=self._tokenizer, hash_key=self._hash_key)
+            saved = FactStore.load(folder, tokenizer=self._tokenizer, hash_key=self._hash_key, snapshot=True)
             Retriever(saved).save()
             snapshot.seal_codes(folder)
 

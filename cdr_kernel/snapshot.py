@@ -55,7 +55,7 @@ def load(
 ) -> Found | str:
     """The snapshot of this version of the record or an earlier one; why not, where there is none that can be used."""
     try:
-        facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key)
+        facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key, snapshot=True)
     except (OSError, ValueError) as error:
         return f"{error}"
     except Exception as error:  # a damaged header makes numpy's parser raise almost anything

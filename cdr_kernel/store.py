@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -567,6 +568,7 @@ class FactStore:
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
         scratch: str | os.PathLike[str] | None = None,
+        snapshot: bool = False,
     ) -> FactStore:
         """Open a folder that ``save`` wrote.
 
@@ -574,6 +576,7 @@ class FactStore:
         added later is kept beside the mapped part. Ids are indexed when the first is asked for, which takes about
         0.4 s for a million. tokenizer, hash_key: those of the store where it was made with
         some; the folder holds the tokenizer's name and the key's fingerprint alone. scratch: as for a new store.
+        snapshot: whether the snapshot of a durable store is meant; where it is not, a warning says whose it is.
 
         While others save into the folder, this is the store of the last save; what is mapped then stays as it is.
 
@@ -606,7 +609,15 @@ class FactStore:
             store._view = store._view_of(storage, np.ones(manifest["facts"], np.bool_), version=0, layout=0)
             return store
 
-        return KIND.load(folder, read)
+        found: FactStore = KIND.load(folder, read)
+        if "record" in found.about and not snapshot:
+            whose = folder.resolve().parent
+            warnings.warn(
+                f"{folder}: expected a store, found the snapshot of the durable store {whose} as it once was: open "
+                f"DurableStore.open({str(whose)!r}), or {whose} with `cdr`, to have what was changed since",
+                stacklevel=2,
+            )
+        return found
 
 
 def _same_length(values: Sequence[Any], m: int, name: str) -> None:

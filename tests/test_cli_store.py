@@ -194,3 +194,27 @@ def test_what_is_no_durable_store_is_said(files, tmp_path):
         assert line.startswith("error: ")
         assert "cdr store create" in line
     assert "no durable store here" in error("store", "stats", tmp_path / "nothing")
+
+
+def test_a_quarantined_fact_is_explained_as_one(files, tmp_path):
+    made(files, tmp_path / "d", "--durable")
+    answer("store", "quarantine", tmp_path / "d", "f3", "--reason", "wrong")
+    answer("store", "quarantine", tmp_path / "d", "f4")
+    question = ("rank", tmp_path / "d", "--query", files / "q.npy", "--min-relevance", "-1", "--explain")
+    assert "'f3' is quarantined (wrong), in no ranking until `cdr store release`" in error(*question, "f3")
+    assert "'f4' is quarantined, in no" in error(*question, "f4")
+    assert "'nobody' is not in the store" in error(*question, "nobody")
+    answer("store", "release", tmp_path / "d", "f3")
+    assert answer(*question, "f3")["explanation"]["id"] == "f3"
+
+
+def test_a_snapshot_is_no_store(files, tmp_path):
+    made(files, tmp_path / "d", "--durable")
+    answer("store", "snapshot", tmp_path / "d")
+    said = invoke("rank", tmp_path / "d" / "snapshot", "--query", files / "q.npy", "--min-relevance", "-1").stderr
+    assert f"found the snapshot of the durable store {tmp_path / 'd'} as it once was" in " ".join(said.split())
+    assert "snapshot" not in invoke("rank", tmp_path / "d", "--query", files / "q.npy", "--min-relevance", "-1").stderr
+    with pytest.warns(UserWarning, match="DurableStore.open"):
+        loaded = FactStore.load(tmp_path / "d" / "snapshot")
+    assert len(loaded) == 30
+    assert len(FactStore.load(tmp_path / "d" / "snapshot", snapshot=True)) == 30  # without a warning
