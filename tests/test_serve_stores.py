@@ -175,3 +175,48 @@ def test_ranks_and_looks_do_not_wait_for_a_write(folder):
                 writer.join()
         assert client.get("/v1/stats").json()["facts"] == 63
         assert client.get("/v1/facts/late").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "again", "come", "gone", "held"),
+    [
+        ("POST", "", facts("new"), 422, {"new"}, set(), {"f2"}),
+        ("PUT", "", facts("f1"), 200, set(), set(), {"f2"}),
+        ("POST", "/delete", {"ids": ["f1"]}, 404, set(), {"f1"}, {"f2"}),
+        ("POST", "/delete", {"ids": ["f1"], "missing": "ignore"}, 200, set(), {"f1"}, {"f2"}),
+        ("POST", "/quarantine", {"ids": ["f1"], "reason": "r"}, 200, set(), {"f1"}, {"f1", "f2"}),
+        ("POST", "/release", {"ids": ["f2"]}, 404, {"f2"}, set(), set()),
+    ],
+)
+def test_a_repeat_at_another_replica_without_redis_is_a_second_write(
+    folder, method, path, body, again, come, gone, held
+):
+    headers = {"Idempotency-Key": "k"}
+    with serving(folder, refresh_s=600) as one, serving(folder, refresh_s=600) as two:
+        assert one.post("/v1/facts/quarantine", json={"ids": ["f2"]}).status_code == 200
+        first, repeat = (one.request(method, f"/v1/facts{path}", json=body, headers=headers) for _ in "ab")
+        assert first.status_code == 200
+        assert repeat.json() == first.json()
+        second = two.request(method, f"/v1/facts{path}", json=body, headers=headers)
+        assert second.status_code == again, second.text
+        assert "idempotency-replayed" not in second.headers
+    with DurableStore.open(folder) as now:
+        assert set(now.facts.ids) == ({f"f{i}" for i in range(60)} - {"f2"} | come) - gone
+        assert set(now.quarantined()) == held
+
+
+def test_replicas_that_write_at_once_lose_nothing(folder):
+    with serving(folder, refresh_s=0.05) as one, serving(folder, refresh_s=0.05) as two:
+        statuses = []
+
+        def write(client, i):
+            statuses.append(client.post("/v1/facts", json=facts(f"n{i}")).status_code)
+
+        threads = [threading.Thread(target=write, args=each) for i in range(6) for each in ((one, i), (two, i))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(statuses) == [200] * 6 + [422] * 6  # each id once
+        for client in (one, two):
+            until(lambda client=client: client.get("/v1/stats").json()["facts"] == 66)
