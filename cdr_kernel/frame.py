@@ -51,7 +51,7 @@ def arrow(ranking: Ranking) -> pyarrow.Table:
     """A ranking as a `pyarrow.Table`, see `Ranking.to_arrow`."""
     import pyarrow as pa
 
-    facts = ranking.facts
+    facts = tuple(ranking.facts)
     columns: dict[str, Any] = {
         "rank": pa.array(range(1, len(facts) + 1), pa.int64()),
         "id": pa.array([_utf8(fact.id) for fact in facts], pa.large_string()),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,9 @@ import numpy as np
 
 from cdr_kernel.checks import check_integer
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
+from cdr_kernel.score import best_first
 from cdr_kernel.session import EXHAUSTIONS
+from cdr_kernel.stored import sequences_of, text_of
 
 if TYPE_CHECKING:
     from cdr_kernel.rank import Ranking
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _ROOM = 64
 """Binary places that ratios are moved down by where their sum is beyond float64."""
+_FIRST = 64
+"""Facts of a sub-query that are put in order at first."""
 
 
 def count_tokens_default(text: str) -> int:
@@ -51,7 +55,7 @@ class Envelope:
     @property
     def facts(self) -> tuple[Fact, ...]:
         """The packed facts, best first."""
-        return self.ranking.facts
+        return tuple(self.ranking.facts)
 
     @property
     def text(self) -> str:
@@ -113,12 +117,19 @@ class InOrder:
 
 
 class ByNeed:
-    """Positions in the order in which sub-queries ask for them, each once."""
+    """Positions in the order in which sub-queries ask for them, each once.
+
+    Each sub-query's list of all facts, best first, is made as far as it is read: its first n are sorted, four times as
+    many when these are used up. ``best_first(values, sequence, n)`` is the first n of the whole list, ties included, so
+    what stands beyond them cannot be next as long as one of them was not given yet: the turn goes by need and facts got
+    alone, and it takes the first of its list that was not given. With v facts given, no list is read beyond v + 1.
+    """
 
     def __init__(self, ranking: Ranking) -> None:
         assert ranking.by_sub_query is not None
-        sequence = np.array([fact.sequence for fact in ranking.facts])
-        self._lists = [np.lexsort((sequence, -values)).tolist() for values in ranking.by_sub_query.T]
+        self._values = ranking.by_sub_query
+        self._sequence = sequences_of(ranking.facts)
+        self._lists: list[list[int]] = [[] for _ in ranking.need]
         self._places = [0] * len(self._lists)
         self._need = np.array(ranking.need)
         self._got = np.zeros(len(self._need))
@@ -128,10 +139,15 @@ class ByNeed:
     def next(self) -> int:
         """The next position that was not given yet; there is one."""
         j = self._turn = int((self._need / (self._got + 1.0)).argmax())
-        listed = self._lists[j]
-        while listed[self._places[j]] in self._seen:
-            self._places[j] += 1
-        position: int = listed[self._places[j]]
+        listed, place = self._lists[j], self._places[j]
+        while place == len(listed) or listed[place] in self._seen:
+            if place == len(listed):
+                wanted = max(_FIRST, 4 * place)
+                listed = self._lists[j] = best_first(self._values[:, j], self._sequence, wanted).tolist()
+            else:
+                place += 1
+        self._places[j] = place
+        position: int = listed[place]
         self._seen.add(position)
         return position
 
@@ -175,21 +191,22 @@ def pack_facts(
         max_facts = check_integer(max_facts, "max_facts", 0)
     packed: list[int] = []
     tokens = skipped = 0
-    for seen in range(len(ranking.facts)):
+    facts = ranking.facts
+    for seen in range(len(facts)):
         if len(packed) == max_facts:
             break
         if tokens == token_budget:  # nothing is shorter than one token
-            skipped += len(ranking.facts) - seen
+            skipped += len(facts) - seen
             break
         position = order.next()
-        fact = ranking.facts[position]
-        count = count_tokens(fact.text)
+        count = count_tokens(text_of(facts, position))
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"count_tokens must return an int >= 1, got {count!r} for fact {fact.id!r}")
+            raise ValueError(f"count_tokens must return an int >= 1, got {count!r} for fact {facts[position].id!r}")
         if tokens + int(count) <= token_budget:
             packed.append(position)
             tokens += int(count)
             order.got()
         else:
             skipped += 1
-    return Envelope(ranking.take(packed), tokens, token_budget, skipped)
+    chosen = ranking.take(packed)
+    return Envelope(replace(chosen, facts=tuple(chosen.facts)), tokens, token_budget, skipped)

@@ -22,6 +22,7 @@ from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
+from cdr_kernel.stored import StoredFacts, ids_of, taken
 from cdr_kernel.task import Feedback, SessionState
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ class Ranking:
     count as qualified. new_share: of those that passed the gate, the share never packed (None: none passed, or mode
     "spec"). by_sub_query: float64 [M, S], what packing by need goes by; need: [S]; feedback: see `Session.update`.
 
+    facts: a tuple, or of a ranking without k a sequence that makes them when they are looked at (`stored`).
+
     complete: whether all facts were looked at; only shards that could not be reached in time make it False
     (see `sharded`), and missing_shards names them.
     """
 
-    facts: tuple[Fact, ...]
+    facts: Sequence[Fact]
     score: Float64
     score_without_guard: Float64
     relevance: Float64
@@ -80,7 +83,7 @@ class Ranking:
     @property
     def ids(self) -> list[str]:
         """Ids, best first."""
-        return [fact.id for fact in self.facts]
+        return ids_of(self.facts)
 
     @property
     def ngram_penalty(self) -> Float64:
@@ -122,7 +125,7 @@ class Ranking:
         arrays: dict[str, Any] = {
             name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
-        return replace(self, facts=tuple(self.facts[i] for i in chosen.tolist()), **arrays)
+        return replace(self, facts=taken(self.facts, chosen), **arrays)
 
 
 class Ranks(Protocol):
@@ -280,7 +283,7 @@ class Question:
         fresh, passed = np.ones(len(positions), np.bool_), len(positions)
         if (self.session.exclude_packed or parts is not None) and self.state.packed:
             rows = kept.rows[positions]
-            fresh = np.array([view.id_of(row) not in self.state.packed for row in rows.tolist()], np.bool_)
+            fresh = ~view.holds(rows, self.state.packed)
         new = int(np.count_nonzero(fresh))
         if self.session.exclude_packed or (parts is not None and parts.packed_penalty == 1.0):
             positions, fresh = positions[fresh], fresh[fresh]
@@ -303,7 +306,7 @@ class Question:
         else:
             scores = self._of_values(positions, given)
         best = best_first(scores.score, scores.rows, k)
-        ranking = self._ranked(scores.take(best), given.take(best), len(rows), int(np.count_nonzero(overlap)))
+        ranking = self._ranked(scores.take(best), given.take(best), len(rows), int(np.count_nonzero(overlap)), k)
         if parts is not None:
             ranking = self._by_sub_query(ranking, positions[best], new / passed if passed else None)
         return ranking, passed, new
@@ -320,14 +323,14 @@ class Question:
             check_product(given.importance, given.multiplier)
         scores = passing_scores(view.blocks, view.squared_norms, rows, self.asked.columns, given)
         best = best_first(scores.score, rows, k)
-        return self._ranked(scores.take(best), given.take(best), passed, 0), passed, passed
+        return self._ranked(scores.take(best), given.take(best), passed, 0, k), passed, passed
 
-    def _ranked(self, scores: Scores, given: Factors, qualified: int, guard_activations: int) -> Ranking:
+    def _ranked(self, scores: Scores, given: Factors, qualified: int, guard_activations: int, k: int | None) -> Ranking:
         """The ranking of these facts, best first."""
         assert given.importance is not None
         assert given.ngram_overlap is not None
         return Ranking(
-            facts=tuple(self.view.facts(scores.rows)),
+            facts=StoredFacts(self.view, scores.rows) if k is None else tuple(self.view.facts(scores.rows)),
             score=scores.score,
             score_without_guard=scores.score_without_guard,
             relevance=scores.relevance,

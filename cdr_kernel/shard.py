@@ -42,6 +42,7 @@ from cdr_kernel.rank import Question, Ranking, multipliers
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import Fact, FactStore, StoreView
+from cdr_kernel.stored import sequences_of
 from cdr_kernel.task import Calibrated, CoverageEntry, SessionState
 
 VERSIONS_KEPT = 16
@@ -429,14 +430,14 @@ def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState
 
 def _answer(ranking: Ranking, passed: int, new: int, digest: str | None, whole: bool) -> Answer:
     return Answer(
-        sequence=np.array([fact.sequence for fact in ranking.facts], np.int64),
+        sequence=sequences_of(ranking.facts),
         arrays={name: getattr(ranking, name) for name in ARRAYS},
         qualified=ranking.qualified,
         activations=ranking.guard_activations,
         passed=passed,
         new=new,
         digest=digest,
-        facts=ranking.facts if whole else None,
+        facts=tuple(ranking.facts) if whole else None,
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -29,8 +29,9 @@ class Strings(Sequence[str]):
     """Append-only strings: a mapped part (UTF-8 bytes and offsets) and a list of what came later."""
 
     def __init__(self, offsets: Int64 | None = None, utf8: npt.NDArray[np.uint8] | None = None) -> None:
-        self._offsets = np.zeros(1, np.int64) if offsets is None else offsets
-        self._utf8 = np.zeros(0, np.uint8) if utf8 is None else utf8
+        # as plain arrays: a memmap's own type makes every look at one string several times as dear
+        self._offsets = np.zeros(1, np.int64) if offsets is None else np.asarray(offsets)
+        self._utf8 = np.zeros(0, np.uint8) if utf8 is None else np.asarray(utf8)
         self._mapped = len(self._offsets) - 1
         self._tail: list[str] = []
 
@@ -59,6 +60,27 @@ class Strings(Sequence[str]):
             for row, here, start, stop in zip(rows.tolist(), inside.tolist(), starts, stops, strict=True)
         ]
 
+    def among(self, rows: Int64, wanted: Collection[str]) -> npt.NDArray[np.bool_]:
+        """Which of these rows hold one of the wanted strings, bool [len(rows)].
+
+        Of the mapped rows only those are read whole whose length and last bytes are those of a wanted one.
+        """
+        found = np.zeros(len(rows), np.bool_)
+        late = np.flatnonzero(rows >= self._mapped)
+        tail, known = self._tail, frozenset(wanted)
+        found[late] = [tail[row] in known for row in (rows[late] - self._mapped).tolist()]
+        early = np.flatnonzero(rows < self._mapped)
+        texts = [text.encode("utf-8", "surrogatepass") for text in known]
+        if not len(early) or not texts:
+            return found
+        ends = np.cumsum([0, *map(len, texts)])
+        keys = np.unique(_keys(np.frombuffer(b"".join(texts), np.uint8), ends[:-1], ends[1:]))
+        of_rows = _keys(self._utf8, self._offsets[rows[early]], self._offsets[rows[early] + 1])
+        at = np.minimum(np.searchsorted(keys, of_rows), len(keys) - 1)
+        likely = early[keys[at] == of_rows]
+        found[likely] = [text in known for text in self.at(rows[likely])]
+        return found
+
     def __iter__(self) -> Iterator[str]:
         for first in range(0, self._mapped, CHUNK):
             offsets = self._offsets[first : first + CHUNK + 1]
@@ -70,6 +92,17 @@ class Strings(Sequence[str]):
     def write(self, at: int, strings: Iterable[str]) -> None:
         """Put strings at row `at` and on, dropping what an interrupted call may have left there."""
         self._tail[at - self._mapped :] = strings
+
+
+def _keys(utf8: npt.NDArray[np.uint8], starts: Int64, stops: Int64) -> npt.NDArray[np.uint64]:
+    """A number for each string of these bytes, equal for equal strings: of its last six bytes and its length."""
+    length = stops - starts
+    keys = length.astype(np.uint64) & np.uint64(0xFFFF)
+    for back in range(1, 7):
+        there = length >= back
+        keys <<= np.uint64(8)
+        keys[there] |= utf8[(stops - back)[there]]
+    return keys
 
 
 class Pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
@@ -97,6 +97,18 @@ class StoreView:
     def id_of(self, row: int) -> str:
         """The id of the fact in this row."""
         return str(self._storage.ids[row])
+
+    def ids_at(self, rows: Int64) -> list[str]:
+        """The ids of the facts in these rows, int64 [M]."""
+        return self._storage.ids.at(rows)
+
+    def holds(self, rows: Int64, ids: Collection[str]) -> Bool:
+        """Which of these rows, int64 [M], hold one of the facts of these ids, bool [M]; reads few of the rows' ids."""
+        return self._storage.ids.among(rows, ids)
+
+    def text_of(self, row: int) -> str:
+        """The text of the fact in this row."""
+        return str(self._storage.texts[row])
 
     def texts(self, rows: Iterable[int]) -> list[str]:
         """Texts of these rows."""

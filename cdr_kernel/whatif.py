@@ -24,6 +24,7 @@ from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.store import StoreView
+from cdr_kernel.stored import sequences_of, text_of
 from cdr_kernel.task import SessionState
 
 UNLIMITED = 2**62
@@ -134,7 +135,7 @@ class Room:
                 return
             position = order.next()
             yield position, used, packed
-            tokens = int(self.count_tokens(ranking.facts[position].text))
+            tokens = int(self.count_tokens(text_of(ranking.facts, position)))
             if used + tokens <= self.tokens:
                 used, packed = used + tokens, packed + 1
                 order.got()
@@ -356,7 +357,7 @@ class WhatIf:
             strength = importance * (self.penalty * multiplier) * made.novelty[0] * (1.0 - penalty)
             by_sub_query = by_sub_query.copy()
             by_sub_query[-1] = np.where(x > 0.0, x * strength, x)
-        sequence = np.array([fact.sequence for fact in tried.facts])
+        sequence = sequences_of(tried.facts)
         ranking = replace(tried, score=score, by_sub_query=by_sub_query).take(best_first(score, sequence))
         return self.question.fact_id in self.room.packed(ranking).ids
 

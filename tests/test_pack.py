@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from fractions import Fraction
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel import reference
+from cdr_kernel import FactStore, pack, reference
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
 from cdr_kernel.rank import Ranking
 from cdr_kernel.store import Fact
+from cdr_kernel.stored import StoredFacts
 
 MAX = sys.float_info.max
 HYPOTHESIS = settings(deadline=None, max_examples=100, derandomize=True)
@@ -215,3 +218,77 @@ def test_the_ratio_is_the_reference_s(rows, exhaustion):
     envelope = pack_facts(ranking, 100)
     assert envelope.novelty_ratio(exhaustion) == reference.novelty_ratio(as_scored(ranking), exhaustion)
     assert envelope.min_novelty == reference.min_novelty(as_scored(ranking))
+
+
+def by_need(ranking: Ranking, lengths: list[int], budget: int, most: int | None) -> tuple[list[int], int]:
+    """Packing by need with every list whole, and how many facts were passed over."""
+    values, sequence = ranking.by_sub_query.tolist(), [fact.sequence for fact in ranking.facts]
+    lists = [sorted(range(len(values)), key=lambda i: (-values[i][j], sequence[i])) for j in range(len(ranking.need))]
+    got, seen, taken, tokens = [0] * len(lists), [], [], 0
+    while len(seen) < len(values) and len(taken) != most and tokens < budget:
+        j = max(range(len(lists)), key=lambda j: ranking.need[j] / (got[j] + 1))
+        seen.append(next(i for i in lists[j] if i not in seen))
+        if tokens + lengths[seen[-1]] <= budget:
+            taken.append(seen[-1])
+            tokens += lengths[seen[-1]]
+            got[j] += 1
+    return taken, len(values) - len(taken) if tokens == budget and len(taken) != most else len(seen) - len(taken)
+
+
+@HYPOTHESIS
+@given(data=st.data(), first=st.sampled_from([1, 2, 64]))
+def test_packing_by_need_is_that_of_whole_lists(data, first):
+    n, subs = data.draw(st.integers(0, 24)), data.draw(st.integers(1, 4))
+    number = st.sampled_from([-1.0, -0.0, 0.0, 1.0, 2.0, MAX, np.inf, 5e-324]) | st.floats(-5.0, 5.0)
+    values = np.array(data.draw(st.lists(st.lists(number, min_size=subs, max_size=subs), min_size=n, max_size=n)))
+    need = tuple(data.draw(st.lists(st.sampled_from([0.0, 0.35, 0.5, 1.0]), min_size=subs, max_size=subs)))
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))
+    sequence = data.draw(st.permutations(range(n)))
+    budget, most = data.draw(st.sampled_from([0, 1, 4, 12, 10**6])), data.draw(st.none() | st.integers(0, n))
+    ranking = make_ranking(["x" * n for n in lengths])
+    ranking = replace(
+        ranking,
+        facts=tuple(replace(fact, sequence=s) for fact, s in zip(ranking.facts, sequence, strict=True)),
+        by_sub_query=values.reshape(n, subs),
+        need=need,
+    )
+    with patch.object(pack, "_FIRST", first):
+        envelope = pack_facts(ranking, budget, count_tokens=len, max_facts=most)
+    taken, skipped = by_need(ranking, lengths, budget, most)
+    assert packed(envelope) == [f"f{i}" for i in taken]
+    assert envelope.skipped == skipped
+    if budget == 10**6:
+        scored = [
+            reference.CalibratedScored(
+                reference.Fact([1.0], id=f.id, sequence=f.sequence), 0.0, 0.0, ranking.by_sub_query[i].tolist()
+            )
+            for i, f in enumerate(ranking.facts)
+        ]
+        plain = reference.pack_by_need(scored, need, n if most is None else most)
+        assert packed(envelope) == [each.fact.id for each in plain]
+
+
+def test_packing_by_need_orders_and_makes_few_facts(monkeypatch):
+    r = np.random.default_rng(0)
+    store = FactStore(2, embedding_model="m")
+    store.add([f"f{i}" for i in range(3000)], ["x" * int(n) for n in r.integers(1, 9, 3000)], r.normal(size=(3000, 2)))
+    view, values = store.view(), r.normal(size=(3000, 3))
+    plain = replace(make_ranking(["x"] * 3000), by_sub_query=values, need=(1.0, 0.7, 0.35))
+    ranking = replace(plain, facts=StoredFacts(view, np.arange(3000)))
+    made, ordered = [], []
+    of, best = type(view).facts, pack.best_first
+    monkeypatch.setattr(type(view), "facts", lambda self, rows: made.extend(rows) or of(self, rows))
+    monkeypatch.setattr(pack, "best_first", lambda *given: ordered.append(given[2]) or best(*given))
+    envelope = pack_facts(ranking, 40, count_tokens=len)
+    assert sorted(made) == sorted(fact.sequence for fact in envelope.facts)
+    assert ordered == [64, 64, 64]
+    assert isinstance(envelope.ranking.facts, tuple)
+    whole = pack_facts(replace(plain, facts=tuple(ranking.facts)), 40, count_tokens=len)
+    assert envelope.facts == whole.facts
+    ordered.clear()
+    made.clear()
+    assert pack_facts(ranking, 2, count_tokens=lambda text: 3).skipped == 3000
+    assert made == []
+    assert ordered == [64, 256, 1024, 4096]
+    with pytest.raises(ValueError, match=r"count_tokens.*'f"):
+        pack_facts(ranking, 2, count_tokens=lambda text: 0)

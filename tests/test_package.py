@@ -72,7 +72,7 @@ LADDER = [
     {"store_view"},
     {"store_folder"},
     {"columns", "store", "tokenizers", "frame"},
-    {"storemap"},
+    {"storemap", "stored"},
     {"bounds", "score_torch"},
     {"score", "score_triton", "scan", "kept"},
     {"device", "device_index", "torch_ops"},

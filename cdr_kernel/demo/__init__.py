@@ -21,6 +21,7 @@ from cdr_kernel.record import RunRecord
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
+from cdr_kernel.stored import sequences_of
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.task import SubQuery
 from cdr_kernel.window import Window, WindowPrompt, run_windows
@@ -130,7 +131,7 @@ def _by_relevance(query: Float64, retriever: Retriever, session: Session, k: int
     while session.window_count < session.max_windows:
         number, anchor = session.window_count + 1, session.anchor()
         ranking = cdr_rank(query, retriever, session)
-        sequence = np.array([fact.sequence for fact in ranking.facts], np.int64)
+        sequence = sequences_of(ranking.facts)
         ranking = ranking.take(np.lexsort((sequence, -(ranking.importance * ranking.relevance))))
         envelope = pack_facts(ranking, NO_BUDGET, max_facts=k)
         prompt = WindowPrompt(number, anchor, envelope)
