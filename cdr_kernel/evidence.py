@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -34,6 +34,7 @@ from cdr_kernel.task import Calibrated, Feedback, SessionState
 
 _CHUNK = 65536
 _SOME = 256  # facts with the most words in common, for a bound
+_SAMPLE = 4096  # facts at even distances, for the same
 _SLACK = 1e-9  # far above what rounding moves a value by, far below what tells facts apart
 _WORD = 128  # bytes of a word and its number, about
 
@@ -158,10 +159,11 @@ class Facts(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """The facts of a view."""
+    """The facts of a view. known: rows by id of facts that it found itself, so that the view need not index all ids."""
 
     retriever: Retriever
     view: StoreView
+    known: dict[str, int] = field(default_factory=dict)
 
     def calibration(self) -> Calibration:
         return self.retriever.moments.of(self.view)
@@ -175,13 +177,20 @@ class _Here:
     def best(self, evidence: Evidence) -> tuple[tuple[str, ...], Float64]:
         found = best_rows(evidence, self.retriever, self.view)
         rows = np.unique(np.concatenate([rows for _, rows in found]))
-        return tuple(map(self.view.id_of, rows.tolist())), unit_rows(self.view, rows)
+        ids = self.view.ids_at(rows)
+        self.known.update(zip(ids, rows.tolist(), strict=True))
+        return tuple(ids), unit_rows(self.view, rows)
 
     def vectors(self, ids: tuple[str, ...]) -> Float64:
-        return unit_rows(self.view, rows_of(self.view, ids))
+        return unit_rows(self.view, self._rows_of(ids))
 
     def texts(self, ids: tuple[str, ...]) -> list[str]:
-        return self.view.texts(rows_of(self.view, ids).tolist())
+        return self.view.texts(self._rows_of(ids).tolist())
+
+    def _rows_of(self, ids: tuple[str, ...]) -> Int64:
+        if all(id in self.known for id in ids):
+            return np.array(sorted(self.known[id] for id in ids), np.int64)
+        return rows_of(self.view, ids)
 
     def term_counts(self, terms: tuple[str, ...]) -> WordCounts:
         return self.retriever.lexical.term_counts(self.view, terms)
@@ -437,7 +446,13 @@ def term_sums(retriever: Retriever, view: StoreView, asked: tuple[Terms, ...], c
     """The sums of each one's weighted BM25 over the rows of this view."""
     if len(asked) == 1:  # of a task's words, and wanted again for what they add
         return [SparseSums.of(_weighted(retriever, view, asked[0], counts)[1])]
-    return [SparseSums.of(retriever.lexical.weighted(view, terms, counts)[1]) for terms in asked]
+    found = []
+    for terms in asked:
+        if len(terms) == 1 and terms[0][1] == 1.0:
+            found.append(retriever.lexical.sums(view, terms[0][0], counts))
+        else:
+            found.append(SparseSums.of(retriever.lexical.weighted(view, terms, counts)[1]))
+    return found
 
 
 def word_sums(retriever: Retriever, view: StoreView, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
@@ -527,21 +542,28 @@ def _best_by_codes(
 ) -> list[tuple[Float64, Int64]]:
     """The same from the codes of a scan: only rows that may be among the 5 best are computed.
 
-    The 5th best of some rows is a bound. A row without words must reach it by its cosine alone, and what words add to
-    one that has some must reach what the largest cosine of all leaves of it.
+    The 5th best of some rows, a sample and those with the most words, is a bound. A scan for all sub-queries finds the
+    rows whose cosine alone reaches the bound, or the sample's largest where that is less; to any other row words must
+    add what this leaves of the bound.
     """
     shift = evidence.shift + evidence.word_shift
-    alone, enough = [], []
+    alive = np.flatnonzero(view.alive)
+    sample = alive[np.unique(np.linspace(0, len(alive) - 1, min(len(alive), _SAMPLE)).astype(np.int64))]
+    sampled = _values(evidence, [None] * len(words), view, sample)
     each = [evidence.one(j) for j in range(len(evidence.units))]
+    alone, enough = [], []
     for j, (one, pair) in enumerate(zip(each, words, strict=True)):
         (unit,), (scale,) = one.units, one.scale
-        some = codes.top(Columns.spec(unit, min_relevance=-np.inf), view, None, FEEDBACK_FACTS)
-        nearest = float(_values(one, [None], view, some).max())
+        found, nearest = sampled[:, j], float(sampled[:, j].max())
         if pair is not None:
-            some = np.union1d(some, pair[0][best_first(pair[1], pair[0], _SOME)])
-        found = np.sort(_values(one, [pair], view, some)[:, 0])
-        bound = float(found[-FEEDBACK_FACTS]) if len(found) >= FEEDBACK_FACTS else -np.inf
+            found = found + _taken(pair, sample)
+            worded = pair[0][best_first(pair[1], pair[0], _SOME)]
+            worded = np.sort(worded[~np.isin(worded, sample)])
+            found = np.concatenate([found, _values(one, [pair], view, worded)[:, 0]])
+        bound = float(np.sort(found)[-FEEDBACK_FACTS]) if len(found) >= FEEDBACK_FACTS else -np.inf
         slack = _SLACK * (1.0 + sum(map(abs, (bound, nearest, scale, shift[j])))) if np.isfinite(bound) else 0.0
+        gate = min(bound, nearest) - slack
+        enough.append(_at_least(pair, bound - gate - slack))
         alone.append(
             Columns(
                 query=unit,
@@ -550,10 +572,9 @@ def _best_by_codes(
                 scale=np.array([scale, 0.0]),
                 shift=np.array([shift[j], 0.0]),
                 weight=np.ones(RESIDUAL),
-                gate=np.array([bound - slack, np.inf]),
+                gate=np.array([gate, np.inf]),
             )
         )
-        enough.append(_at_least(pair, bound - nearest - slack))
     best = []
     by_cosine = codes.candidates_each(alone, view)
     for one, pair, near, worded in zip(each, words, by_cosine, enough, strict=True):

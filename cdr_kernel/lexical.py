@@ -13,7 +13,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from cdr_kernel.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
 from cdr_kernel.store import StoreView
 
 _UNIT = 1074  # the least float64 is 2^-1074
-_DIGITS = 53
+_TAKEN = 21  # digits of a number summed at a time
+_PAIRS = 1 << 22  # of a count and a length, as many as are told apart
 _CHUNK = 65536  # texts taken in at a time
 _camel = re.compile(r"([a-z])([A-Z])")
 _suffix = re.compile(r"(ies|es|s|ing|ed)\b")
@@ -133,9 +134,7 @@ class LexicalIndex:
     def counts(self, view: StoreView, queries: Sequence[str]) -> WordCounts:
         """What BM25 of these queries needs to know of all facts of the view that are not removed."""
         held = self._upto(view)
-        known = {word: _found(held, word, view)[0] for query in queries for word in words(query)}
-        frequency = {word: len(rows) for word, rows in known.items() if len(rows)}
-        return WordCounts(len(view), int(held.lengths[: view.rows][view.alive].sum()), frequency)
+        return _counts(held, view, dict.fromkeys(word for query in queries for word in words(query)))
 
     def bm25(
         self,
@@ -168,16 +167,13 @@ class LexicalIndex:
                 idf = np.log1p((facts - frequency + 0.5) / (frequency + 0.5))
                 relative = held.lengths[rows] * (facts / max(counts.length, 1))
                 score[rows] += idf * times * (k1 + 1.0) / (times + k1 * (1.0 - b + b * relative))
-            rows = np.flatnonzero(score)
-            results.append((rows, score[rows]))
+            results.append(_sparse(score))
         return results
 
     def term_counts(self, view: StoreView, terms: Sequence[str]) -> WordCounts:
         """``counts`` of words as `words` leaves them."""
         held = self._upto(view)
-        known = {term: len(_found(held, term, view)[0]) for term in terms}
-        length = int(held.lengths[: view.rows][view.alive].sum())
-        return WordCounts(len(view), length, {term: n for term, n in known.items() if n})
+        return _counts(held, view, terms)
 
     def weighted(
         self, view: StoreView, terms: Sequence[tuple[str, float]], counts: WordCounts
@@ -189,8 +185,31 @@ class LexicalIndex:
             rows, times = _found(held, term, view)
             if len(rows):
                 score[rows] += weight * _impact(times, held.lengths[rows], term, counts)
-        rows = np.flatnonzero(score)
-        return rows, score[rows]
+        return _sparse(score)
+
+    def sums(self, view: StoreView, term: str, counts: WordCounts) -> SparseSums:
+        """The sums of what ``weighted`` gives the facts for this one word, with weight 1.
+
+        It depends on how often the word is in a fact and how long that is, so it is computed once for each such pair.
+        """
+        held = self._upto(view)
+        rows, times = _found(held, term, view)
+        if not len(rows):
+            return SparseSums(0, 0)
+        lengths, often = held.lengths[rows], times.astype(np.int64)
+        longest = int(lengths.max()) + 1
+        if longest * (int(often.max()) + 1) > _PAIRS:
+            return SparseSums.of(_impact(times, lengths, term, counts))
+        repeats = np.bincount(often * longest + lengths)
+        pairs = np.flatnonzero(repeats)
+        impact = _impact((pairs // longest).astype(np.float64), pairs % longest, term, counts)
+        return SparseSums.of(impact, repeats[pairs].astype(np.float64))
+
+
+def _sparse(score: Float64) -> tuple[Int64, Float64]:
+    """Where it is above 0, and there."""
+    rows = np.flatnonzero(score > 0.0)
+    return rows, score[rows]
 
 
 def above_mean(
@@ -221,14 +240,31 @@ def _impact(times: Float64, lengths: Int64, term: str, counts: WordCounts) -> Fl
 
 def _found(held: _Indexed, word: str, view: StoreView) -> tuple[Int64, Float64]:
     """The view's facts with a word, removed ones left out, and how often it is in each."""
+    found = _postings_of(held, word)
+    rows = np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in found)])
+    times = np.concatenate([np.zeros(0), *(times for _, times in found)])
+    if len(rows) and (rows[-1] >= view.rows or len(view) < view.rows):
+        keep = rows < view.rows
+        keep[keep] = view.alive[rows[keep]]
+        rows, times = rows[keep], times[keep]
+    return rows, times
+
+
+def _postings_of(held: _Indexed, word: str) -> list[tuple[Int64, Int64]]:
+    """(rows, counts) of a word in each segment."""
     term = held.terms.get(word)
-    if term is None or not held.segments:
-        return np.zeros(0, np.int64), np.zeros(0)
-    found = [segment.find(term) for segment in held.segments]
-    rows = np.concatenate([rows for rows, _ in found])
-    keep = rows < view.rows
-    keep[keep] = view.alive[rows[keep]]
-    return rows[keep], np.concatenate([times for _, times in found])[keep].astype(np.float64)
+    return [] if term is None else [segment.find(term) for segment in held.segments]
+
+
+def _counts(held: _Indexed, view: StoreView, terms: Iterable[str]) -> WordCounts:
+    """What is known of these words, in the view's facts that are not removed."""
+    whole = len(view) == view.rows == len(held.lengths)
+    frequency = {}
+    for term in terms:
+        n = sum(len(rows) for rows, _ in _postings_of(held, term)) if whole else len(_found(held, term, view)[0])
+        if n:
+            frequency[term] = n
+    return WordCounts(len(view), int(held.lengths[: view.rows].sum(where=view.alive)), frequency)
 
 
 def _postings(known: dict[str, int], texts: Sequence[str], start: int) -> tuple[Postings, Int64]:
@@ -252,14 +288,16 @@ class SparseSums(NamedTuple):
     squares: int
 
     @classmethod
-    def of(cls, values: Float64) -> SparseSums:
-        """values: float64 [n], magnitudes 0 or in 2^±200."""
+    def of(cls, values: Float64, repeats: Float64 | None = None) -> SparseSums:
+        """values: float64 [n], magnitudes 0 or in 2^±200; repeats: how often each is there, integers, default once."""
+        if not np.isfinite(values).all():
+            raise ValueError("values: expected finite numbers")
         halves = values * (2.0**27 + 1.0)  # the upper and lower halves of the digits, whose products are exact
         upper = halves - (halves - values)
         lower = values - upper
         square = values * values
         lost = ((upper * upper - square) + 2.0 * upper * lower) + lower * lower
-        return cls(_exact_sum(values), _exact_sum(square) + _exact_sum(lost))
+        return cls(_exact_sum(values, repeats), _exact_sum(square, repeats) + _exact_sum(lost, repeats))
 
     def plus(self, other: SparseSums) -> SparseSums:
         """Of both sets."""
@@ -285,16 +323,24 @@ class SparseSums(NamedTuple):
         return 1.0 / deviation, -mean / deviation
 
 
-def _exact_sum(values: Float64) -> int:
-    """The sum in units of 2^-1074, not rounded."""
-    mantissas, exponents = np.frexp(values)
-    digits = np.ldexp(mantissas, _DIGITS).astype(np.int64)
-    total = 0
-    for exponent in np.unique(exponents).tolist():
-        some = digits[exponents == exponent]
-        exact = (int((some >> 26).sum()) << 26) + int((some & (2**26 - 1)).sum())
-        shift = exponent - _DIGITS + _UNIT
-        total += exact << shift if shift >= 0 else exact >> -shift  # zeros alone are shifted out
+def _exact_sum(values: Float64, repeats: Float64 | None = None) -> int:
+    """The sum in units of 2^-1074, not rounded, of up to 2^32 numbers (repeats counted) whose magnitudes are 0 or
+    within 2^900 of each other.
+
+    The digits are taken off from the top, 21 at a time: integers of at most 2^21, whose sum float64 holds exactly in
+    any order. What is left is a multiple of the last digit and smaller than before, so it is exact too.
+    """
+    total, largest = 0, float(np.abs(values).max(initial=0.0))
+    exponent = math.frexp(largest)[1]
+    left = np.ldexp(values, -exponent)  # magnitudes below 1
+    while left.any():
+        left = left * 2.0**_TAKEN
+        top = np.rint(left)
+        left -= top
+        exponent -= _TAKEN
+        taken = int(top.sum() if repeats is None else top @ repeats)
+        shift = exponent + _UNIT
+        total += taken << shift if shift >= 0 else taken >> -shift  # below 2^-1074 there are zeros alone
     return total
 
 

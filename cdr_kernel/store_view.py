@@ -74,6 +74,10 @@ class StoreView:
 
     def __len__(self) -> int:
         """Facts that are not removed."""
+        return self._count
+
+    @cached_property
+    def _count(self) -> int:
         return int(np.count_nonzero(self.alive))
 
     @property

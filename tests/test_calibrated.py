@@ -212,7 +212,8 @@ def test_codes_find_the_same_facts_for_the_feedback(seed, monkeypatch):
     same = np.repeat(r.standard_normal((8, 6)) + 0.5, 5, axis=0)  # ties
     store.add([f"late{i}" for i in range(40)], texts, same)
     store.remove(store.ids[:150:7])
-    monkeypatch.setattr(evidence, "_SOME", 3)
+    monkeypatch.setattr(evidence, "_SOME", 6)
+    monkeypatch.setattr(evidence, "_SAMPLE", 24)
     computed = []
     values = evidence._values
     monkeypatch.setattr(evidence, "_values", lambda *of: [computed.append(len(of[-1])), values(*of)][1])
@@ -224,6 +225,23 @@ def test_codes_find_the_same_facts_for_the_feedback(seed, monkeypatch):
         assert max(computed) < len(store)
         assert first.feedback.fact_ids == second.feedback.fact_ids
         assert first.score.tobytes() == second.score.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_codes_find_the_same_best_facts_for_every_bound(seed, monkeypatch):
+    r = np.random.default_rng(seed)
+    store, dim = FactStore(4, embedding_model=MODEL), 4
+    texts = [" ".join(r.choice(WORDS, 2)) if r.random() < 0.5 else "x" for _ in range(60)]
+    store.add([f"f{i}" for i in range(60)], texts, r.standard_normal((60, dim)).round(1) + 0.01)
+    coded, plain, view = Retriever(store), Retriever(store), store.view()
+    coded.prepare()
+    monkeypatch.setattr(evidence, "_SOME", int(r.integers(1, 40)))
+    monkeypatch.setattr(evidence, "_SAMPLE", int(r.integers(1, 60)))
+    session = calibrated(some_items(r, dim), lexical_weight=float(r.choice([0.05, 0.25, 1.0, 3.0])))
+    made = evidence.gathered(session, session.calibrated, evidence._Here(plain, view))
+    for first, second in zip(evidence.best_rows(made, plain, view), evidence.best_rows(made, coded, view), strict=True):
+        assert first[1].tolist() == second[1].tolist()
+        assert first[0].tobytes() == second[0].tobytes()
 
 
 def test_codes_of_fewer_facts_than_the_feedback_takes(world):

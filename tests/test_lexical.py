@@ -153,6 +153,36 @@ def test_sums_are_exact_whatever_the_order_and_the_parts(values, zeros, random):
         assert first.plus(second).z(count) == z_of_sparse(np.array(values), count)
 
 
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-9, 1e6) | st.sampled_from([0.0, 2.0**-200, 2.0**200, 0.1]), st.integers(1, 50))))
+def test_numbers_that_are_there_several_times(pairs):
+    values, repeats = np.array([v for v, _ in pairs], np.float64), np.array([n for _, n in pairs], np.float64)
+    once = SparseSums.of(values, repeats)
+    assert once == SparseSums.of(np.repeat(values, repeats.astype(np.int64)))
+    assert Fraction(once.total, 2**1074) == sum(Fraction(v) * n for v, n in pairs)
+    assert Fraction(once.squares, 2**1074) == sum(Fraction(v) ** 2 * n for v, n in pairs)
+
+
+def test_only_finite_numbers_are_summed():
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="finite"):
+            SparseSums.of(np.array([1.0, bad]))
+
+
+@pytest.mark.parametrize("pairs", [0, 1 << 22])
+def test_sums_of_a_word_are_those_of_what_it_gives(pairs, monkeypatch):
+    monkeypatch.setattr(lexical, "_PAIRS", pairs)  # 0: no two facts are taken together
+    r = np.random.default_rng(0)
+    store = store_of([" ".join(r.choice(["alpha", "beta", "gamma"], r.integers(0, 30))) for _ in range(400)])
+    store.remove([store.ids[i] for i in (3, 5, 399)])
+    index, whole = LexicalIndex(), store.view()
+    for view in (whole, whole.select(np.arange(len(whole)) % 3 == 0)):
+        counts = index.term_counts(view, ["alpha", "beta", "gamma", "delta"])
+        assert "delta" not in counts.frequency
+        for term in ("alpha", "beta", "delta"):
+            assert index.sums(view, term, counts) == SparseSums.of(index.weighted(view, [(term, 1.0)], counts)[1])
+
+
 def test_parts_know_the_words_of_the_whole():
     whole = store_of(TEXTS)
     parts = [store_of(TEXTS[:2]), store_of([]), store_of(TEXTS[2:])]
