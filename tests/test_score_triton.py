@@ -44,6 +44,9 @@ PARITY |= {
 PARITY["float32-spec-long"] = ("float32", "spec", (4096, 1, 2, 8), "importance")
 PARITY["float16-spec-one-row"] = ("float16", "spec", (32, 3, 2, 2), "one")
 
+SPARSE = ("float16", "bfloat16", "float32", "float64", "int8")
+"""Dtypes of rows under columns that add to single rows and columns that are gates alone."""
+
 # name: (dtype, D, sessions, residuals, flags)
 SHAPES = {
     "first-window-float32": ("float32", 384, 1, 0, "scale"),
@@ -83,6 +86,11 @@ def compiled():
 @pytest.mark.parametrize("case", PARITY)
 def test_parity(interpreted, case):
     assert interpreted[case] == "", interpreted[case]
+
+
+@pytest.mark.parametrize("dtype", SPARSE)
+def test_addends_and_gates_alone(interpreted, dtype):
+    assert interpreted[f"sparse {dtype}"] == "", interpreted[f"sparse {dtype}"]
 
 
 @pytest.mark.parametrize(
@@ -170,8 +178,30 @@ def parity_case(dtype, mode, shape, flags):
     scored(dtype, stored, columns, importance, multiplier, overlap, picked)
 
 
-def scored(dtype, stored, columns, importance, multiplier, overlap, picked):
-    """cdr_score: triton, and triton over a copy in another dtype, give cpp's bits."""
+def sparse_case(dtype):
+    """What the calibrated mode asks: addends of single rows, gates that do not score, factors above zero alone."""
+    import torch
+    from test_columns import some_world
+
+    kind = {"float16": "float16", "float64": "float64"}.get(dtype, "float32")
+    seen = {"addend": 0, "gated addend": 0, "gate only": 0, "above zero": 0}
+    for seed in range(10):
+        n, sessions = (70, 1 + 2 * (seed % 2))
+        each = [some_world(np.random.default_rng(3 * seed + b), n, 13, 3, kind) for b in range(sessions)]
+        stored, _, importance, multiplier, _ = each[0]
+        columns, overlap = [world[1] for world in each], np.stack([world[4] for world in each])
+        for c in columns:
+            seen["addend"] += c.addend is not None
+            seen["gated addend"] += c.gated_addend
+            seen["gate only"] += bool(c.gate_only.any())
+            seen["above zero"] += c.factors_above_zero
+        picked = torch.from_numpy(np.random.default_rng(seed).permutation(n)[:50]) if seed % 3 == 0 else None
+        scored(dtype, stored, columns, importance, multiplier, overlap, picked, (None, 5, 25, 45))
+    assert min(seen.values()) >= 3, seen
+
+
+def scored(dtype, stored, columns, importance, multiplier, overlap, picked, limits=(None, 10)):
+    """cdr_score: triton, triton over a copy in another dtype, and torch give cpp's bits."""
     import torch
 
     from cdr_kernel import FactStore, cdr_score
@@ -192,13 +222,15 @@ def scored(dtype, stored, columns, importance, multiplier, overlap, picked):
     def bits(scores):
         return [tuple(getattr(s, name).tobytes() for name in s.__dataclass_fields__) for s in scores]
 
-    for k in (None, 10):
+    for k in limits:
         best = bits(cdr_score(stored, columns, k=k, impl="cpp", **keywords))
-        assert bits(cdr_score(on_device, columns, k=k, impl="triton", **keywords)) == best
+        for impl in ("triton", "torch"):
+            assert bits(cdr_score(on_device, columns, k=k, impl=impl, **keywords)) == best
         if dtype != "int8":
             tensor = torch.from_numpy(stored).to(getattr(torch, dtype))
             same = bits(cdr_score(tensor, columns, k=k, impl="cpp", **keywords))
-            assert bits(cdr_score(tensor, columns, k=k, impl="triton", **keywords)) == same
+            for impl in ("triton", "torch"):
+                assert bits(cdr_score(tensor, columns, k=k, impl=impl, **keywords)) == same
 
 
 def nothing_below_and_nothing_kept():
@@ -343,6 +375,8 @@ def main(half):
             "the op": the_op,
             "a retriever on a device": a_retriever_on_a_device,
         }
+        # last: what they import pytest would have to rewrite first
+        cases |= {f"sparse {dtype}": lambda dtype=dtype: sparse_case(dtype) for dtype in SPARSE}
     else:
         cases = {
             f"{name}-{target}": lambda shape=shape, target=target: compile_case(*shape, target)
