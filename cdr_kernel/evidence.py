@@ -358,7 +358,14 @@ def _taken(pair: tuple[Int64, Float64], rows: Int64) -> Float64:
     """Of numbers [n] or [n, S] that belong to some rows, ascending, those of these rows, zeros for rows without."""
     known, values = pair
     out = np.zeros((len(rows), *values.shape[1:]))
-    if len(known):
+    if len(known) and len(rows):
+        near = slice(*np.searchsorted(known, [rows[0], rows[-1] + 1]).tolist())
+        known, values = known[near], values[near]
+    if 0 < len(known) < len(rows):  # the fewer are looked for among the more
+        at = np.searchsorted(rows, known)
+        here = rows[at] == known
+        out[at[here]] = values[here]
+    elif len(known):
         at = np.minimum(np.searchsorted(known, rows), len(known) - 1)
         here = known[at] == rows
         out[here] = values[at[here]]
@@ -617,15 +624,9 @@ def rows_of(view: StoreView, ids: tuple[str, ...]) -> Int64:
 
 def _of_documents(evidence: Evidence, weight: float, retriever: Retriever, view: StoreView) -> tuple[Int64, Float64]:
     """Rows that have a document, ascending, and what it adds to every column, [n, S]."""
-    alive = np.flatnonzero(view.alive)
-    places = view.places(alive.tolist())
-    known = np.array([place is not None for place in places], np.bool_)
-    rows = alive[known]
+    rows, source, positions = view.in_documents()
     if not len(rows):
         return rows, np.zeros((0, len(evidence.units)))
-    names = [place[0] for place in places if place is not None]
-    positions = np.array([place[1] for place in places if place is not None])
-    _, source = np.unique(np.array(names, object), return_inverse=True)
     words = _words(evidence, retriever, view)
     parts = [_values(evidence, words, view, rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)]
     order = np.lexsort((rows, positions, source))
@@ -638,7 +639,7 @@ def _of_documents(evidence: Evidence, weight: float, retriever: Retriever, view:
         near[second] += x[first] / distance
         total[first] += 1.0 / distance
         total[second] += 1.0 / distance
-    facts = np.bincount(source) + SOURCE_SHRINKAGE
+    facts = np.bincount(source) + SOURCE_SHRINKAGE  # a source without facts here has 0 over the shrinkage
     prior = (np.bincount(source, x.max(1)) + np.bincount(source, x.mean(1))) / facts
     more = np.empty_like(x)
     more[order] = weight * (near / np.maximum(1.0, total)[:, None] + prior[source][:, None])

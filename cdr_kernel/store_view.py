@@ -223,13 +223,14 @@ class StoreView:
         marked = self._storage.sources.at(np.fromiter(rows, np.int64))
         return [source[1:] if source else None for source in marked]
 
-    def places(self, rows: Iterable[int]) -> list[tuple[str, int] | None]:
-        """(source, position) of these rows, None where a fact lacks one of them."""
-        out: list[tuple[str, int] | None] = []
-        for row in rows:
-            source, position = self._storage.sources[int(row)], int(self._storage.positions.buffer[int(row)])
-            out.append((source[1:], position) if source and position != NO_POSITION else None)
-        return out
+    def in_documents(self) -> tuple[Int64, Int64, Int64]:
+        """(rows, sources, positions) of the facts that have both, rows ascending; sources: numbers that are equal for
+        equal sources. The first call reads all sources."""
+        column = self._storage.attribute("source", self.rows)
+        assert column is not None
+        sources, positions = column.numbers(self.rows), self._storage.positions.buffer[: self.rows]
+        rows = np.flatnonzero(self.alive & (sources >= 0) & (positions != NO_POSITION))
+        return rows, sources[rows].astype(np.int64), positions[rows]
 
     def take(self, rows: Int64) -> npt.NDArray[Any]:
         """Copy of the embeddings of these rows, [M, D] as stored."""

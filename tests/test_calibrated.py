@@ -227,6 +227,16 @@ def test_codes_find_the_same_facts_for_the_feedback(seed, monkeypatch):
         assert first.score.tobytes() == second.score.tobytes()
 
 
+@settings(derandomize=True, deadline=None)
+@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)))
+def test_numbers_of_rows_are_found_whichever_are_fewer(known, rows):
+    known, rows = (np.array(sorted(each), np.int64) for each in (known, rows))
+    pair = (known, np.stack([known * 2.0 + 1.0, known * 3.0], axis=1))
+    expected = [[row * 2.0 + 1.0, row * 3.0] if row in known else [0.0, 0.0] for row in rows.tolist()]
+    assert evidence._taken(pair, rows).tolist() == expected
+    assert evidence._taken((known, pair[1][:, 0]), rows).tolist() == [first for first, _ in expected]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_codes_find_the_same_best_facts_for_every_bound(seed, monkeypatch):
     r = np.random.default_rng(seed)

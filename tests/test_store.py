@@ -485,3 +485,24 @@ def test_an_empty_store_of_the_same_kind():
     other = store.empty()
     assert (len(other), other.dim, other.dtype, other.embedding_model) == (0, 3, np.float16, "toy")
     assert (other.tokenizer_name, other.key_fingerprint) == (store.tokenizer_name, store.key_fingerprint)
+
+
+def test_facts_in_documents():
+    store = FactStore(2, embedding_model="m")
+    store.add(
+        list("abcdef"),
+        list("abcdef"),
+        np.ones((6, 2)),
+        source=["x", None, "y", "", "x", "y"],
+        position=[2, 1, 0, 5, 0, 1],
+    )
+    store.add(["g"], ["g"], np.ones((1, 2)), source=["x"])
+    store.remove(["e"])
+    rows, sources, positions = store.view().in_documents()
+    assert rows.tolist() == [0, 2, 3, 5]
+    assert positions.tolist() == [2, 0, 5, 1]
+    assert sources[1] == sources[3]
+    assert len(set(sources.tolist())) == 3
+    (some, *_) = store.view().select({"source": "y"}).in_documents()
+    assert some.tolist() == [2, 5]
+    assert [len(part) for part in FactStore(2, embedding_model="m").view().in_documents()] == [0, 0, 0]
