@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.arrays import Int64
+from cdr_kernel.attributes import KINDS
 from cdr_kernel.folder import LOCK, Kind
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
@@ -159,7 +160,8 @@ def partition(
         for name, part in parts_of(store, names, by):
             save_part(part, data / name)
 
-    save_partition(home, store, dict.fromkeys(names, 0), by, write, facts=len(store), version=0)
+    kinds = store.view().attribute_types
+    save_partition(home, store, dict.fromkeys(names, 0), by, write, facts=len(store), version=0, kinds=kinds)
 
 
 def save_part(part: FactStore, path: Path) -> None:
@@ -178,9 +180,11 @@ def save_partition(
     *,
     facts: int,
     version: int,
+    kinds: Mapping[str, type],
     next_sequence: int | None = None,
 ) -> None:
-    """Replace what is in home by the shards that `write` puts into the subfolder it is given."""
+    """Replace what is in home by the shards that `write` puts into the subfolder it is given. kinds: types of the
+    further columns by name."""
     folder = Path(home)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder}: expected a folder, found a file")
@@ -200,6 +204,7 @@ def save_partition(
             "next_sequence": like.next_sequence if next_sequence is None else next_sequence,
             "store_version": version,
             "shards": dict(versions),
+            "attributes": {name: kind.__name__ for name, kind in kinds.items()},
         }
 
     KIND.save(folder, fields)
@@ -213,6 +218,17 @@ def manifest_of(home: str | os.PathLike[str]) -> dict[str, Any]:
     if not names or not all(type(version) is int and version >= 0 for version in names.values()):
         raise ValueError(f"{Path(home) / KIND.file}: expected a version for every shard, found {names!r}")
     return found
+
+
+def kinds_in(manifest: Mapping[str, Any]) -> dict[str, type] | None:
+    """Types of the further columns by name; None where a partition does not say."""
+    listed = manifest.get("attributes")
+    if listed is None:
+        return None
+    try:
+        return {name: KINDS[kind] for name, kind in listed.items()}
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{KIND.file}: expected the types of attributes, found {listed!r}") from None
 
 
 def empty_store(

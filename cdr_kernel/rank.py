@@ -136,7 +136,13 @@ class Ranks(Protocol):
         """Its facts: their number, and their embedding_model."""
 
     def rank_many(
-        self, queries: Sequence[Any], sessions: Sequence[Session], *, k: int | None, multiplier: Multiplier | None
+        self,
+        queries: Sequence[Any],
+        sessions: Sequence[Session],
+        *,
+        k: int | None,
+        multiplier: Multiplier | None,
+        where: Where | None,
     ) -> list[Ranking]:
         """See `rank_many`."""
 
@@ -192,9 +198,7 @@ def rank_many(
     if len(queries) != len(sessions):
         raise ValueError(f"queries: expected {len(sessions)} (one per session), got {len(queries)}")
     if not isinstance(retriever, Retriever):
-        if where is not None:
-            raise NotImplementedError("where: expected a Retriever, facts that are elsewhere cannot be filtered yet")
-        return retriever.rank_many(queries, sessions, k=k, multiplier=multiplier)
+        return retriever.rank_many(queries, sessions, k=k, multiplier=multiplier, where=where)
     everything = retriever.store.view()
     view = everything.select(where)
     states = []

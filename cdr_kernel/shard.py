@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.arrays import Float64, Int64
+from cdr_kernel.attributes import Where, chosen
 from cdr_kernel.calibrate import Sums
 from cdr_kernel.columns import Columns
 from cdr_kernel.evidence import (
@@ -135,8 +136,9 @@ ARRAYS = (
 class Answer:
     """The k best facts of one shard for one session, best first: their sequence numbers and the ranking's arrays.
 
-    qualified, activations: as in `Ranking`; passed, new: facts that passed the gate, and those of them never packed.
-    digest: of the blacklist that was counted. facts: themselves, where they were asked for.
+    qualified, activations: as in `Ranking`; passed, new: facts that passed the gate, and those of them never packed;
+    asked: facts that could have, counted where fewer than k did. digest: of the blacklist that was counted. facts:
+    themselves, where they were asked for.
     """
 
     sequence: Int64
@@ -145,6 +147,7 @@ class Answer:
     activations: int
     passed: int
     new: int
+    asked: int
     digest: str | None
     facts: tuple[Fact, ...] | None = None
 
@@ -296,57 +299,77 @@ class Shard:
         self._retriever.prepare()
         return len(view)
 
-    def moments(self, view: StoreView) -> Sums:
+    # and of the facts of which a filter holds: where, the last argument, is of this shard's facts as `select` takes it
+
+    def moments(self, view: StoreView, where: Where | None = None) -> Sums:
         """The sums that a calibration is made of."""
-        return self._retriever.moments.sums(view)
+        return self._retriever.moments.sums(_some(view, where))
 
-    def word_counts(self, view: StoreView, texts: tuple[str, ...]) -> WordCounts:
+    def word_counts(self, view: StoreView, texts: tuple[str, ...], where: Where | None = None) -> WordCounts:
         """What BM25 needs to know of these facts."""
-        return self._retriever.lexical.counts(view, texts)
+        return self._retriever.lexical.counts(_some(view, where), texts)
 
-    def word_sums(self, view: StoreView, texts: tuple[str, ...], counts: WordCounts) -> list[SparseSums]:
+    def word_sums(
+        self, view: StoreView, texts: tuple[str, ...], counts: WordCounts, where: Where | None = None
+    ) -> list[SparseSums]:
         """Sums of the BM25 of each text."""
-        return word_sums(self._retriever, view, texts, counts)
+        return word_sums(self._retriever, _some(view, where), texts, counts)
 
-    def best(self, view: StoreView, evidence: Evidence) -> list[tuple[Float64, Int64, list[str], Float64]]:
+    def best(
+        self, view: StoreView, evidence: Evidence, where: Where | None = None
+    ) -> list[tuple[Float64, Int64, list[str], Float64]]:
         """For each sub-query (values, sequence numbers, ids, unit vectors) of its best facts, best first."""
+        view = _some(view, where)
         found = best_rows(evidence, self._retriever, view)
         return [
             (values, view.sequence[rows], [view.id_of(row) for row in rows.tolist()], unit_rows(view, rows))
             for values, rows in found
         ]
 
-    def best_z(self, view: StoreView, gates: Mapping[str, Any], most: int) -> Float64:
+    def best_z(self, view: StoreView, gates: Mapping[str, Any], most: int, where: Where | None = None) -> Float64:
         """The largest values in the best gated column, so many and one more, descending."""
-        return best_z(Columns(**gates), most, view)
+        return best_z(Columns(**gates), most, _some(view, where))
 
-    def vectors(self, view: StoreView, ids: tuple[str, ...]) -> tuple[Int64, Float64]:
+    def vectors(self, view: StoreView, ids: tuple[str, ...], where: Where | None = None) -> tuple[Int64, Float64]:
         """Sequence numbers and unit vectors of those of these facts that are here."""
+        view = _some(view, where)
         rows = rows_of(view, ids)
         return view.sequence[rows], unit_rows(view, rows)
 
-    def numbered_texts(self, view: StoreView, ids: tuple[str, ...]) -> list[tuple[int, str]]:
+    def numbered_texts(
+        self, view: StoreView, ids: tuple[str, ...], where: Where | None = None
+    ) -> list[tuple[int, str]]:
         """Sequence numbers and texts of those of these facts that are here."""
+        view = _some(view, where)
         rows = rows_of(view, ids)
         return list(zip(view.sequence[rows].tolist(), view.texts(rows.tolist()), strict=True))
 
-    def term_counts(self, view: StoreView, terms: tuple[str, ...]) -> WordCounts:
+    def term_counts(self, view: StoreView, terms: tuple[str, ...], where: Where | None = None) -> WordCounts:
         """What BM25 of single words needs to know of these facts."""
-        return self._retriever.lexical.term_counts(view, terms)
+        return self._retriever.lexical.term_counts(_some(view, where), terms)
 
-    def term_sums(self, view: StoreView, asked: tuple[Terms, ...], counts: WordCounts) -> list[SparseSums]:
+    def term_sums(
+        self, view: StoreView, asked: tuple[Terms, ...], counts: WordCounts, where: Where | None = None
+    ) -> list[SparseSums]:
         """Sums of the weighted BM25 of each."""
-        return term_sums(self._retriever, view, asked, counts)
+        return term_sums(self._retriever, _some(view, where), asked, counts)
 
     def rank(
-        self, view: StoreView, asks: tuple[Ask, ...], k: int | None, multiplier: Any, whole: bool = False
+        self,
+        view: StoreView,
+        asks: tuple[Ask, ...],
+        k: int | None,
+        multiplier: Any,
+        whole: bool = False,
+        where: Where | None = None,
     ) -> list[Answer]:
-        """The k best facts for each of these sessions. multiplier: as in `cdr_rank`, of this shard's facts; whole: with
-        the facts themselves."""
+        """The k best facts for each of these sessions. multiplier: as in `cdr_rank`, of all of this shard's facts;
+        whole: with the facts themselves."""
+        factors = multipliers(multiplier, view)
+        view = _some(view, where)
         known = [self._known(ask) for ask in asks]
         guards = [self._guard(ask, each) for ask, each in zip(asks, known, strict=True)]
         asked = [self._asked(ask, each.session, view) for ask, each in zip(asks, known, strict=True)]
-        factors = multipliers(multiplier, view)
         by_relevance = all(c.coverage is None and len(c.residual) == 0 for c in (each.columns for each in asked))
         gates = [each.gates for each in asked]
         sessions = [each.session for each in known]
@@ -356,7 +379,8 @@ class Shard:
             question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
             ranking, passed, new = question.counted(k, factors)
             digest = None if ask.blacklist is None else ask.blacklist.digest
-            answers.append(_answer(ranking, passed, new, digest, whole))
+            there = len(view) if k is not None and passed < k else 0
+            answers.append(_answer(ranking, passed, new, there, digest, whole))
         return answers
 
     def _known(self, ask: Ask) -> _Known:
@@ -413,6 +437,16 @@ class Shard:
         return Asked(gates, columns, scored, None, Added(found, parts, self._retriever, view, key))
 
 
+def _some(view: StoreView, where: Where | None) -> StoreView:
+    """The facts of a view of which a filter holds; those of a shard without a column have no value in it."""
+    if not isinstance(where, Mapping):
+        return view.select(where)
+    columns = {"source", *view.attribute_names}
+    if any(None not in chosen(values) for name, values in where.items() if name not in columns):
+        return view.select(np.zeros(len(view), np.bool_))
+    return view.select({name: values for name, values in where.items() if name in columns})
+
+
 def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState:
     """As much of the session's state as a ranking reads."""
     items = session.sub_queries
@@ -428,7 +462,7 @@ def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState
     )
 
 
-def _answer(ranking: Ranking, passed: int, new: int, digest: str | None, whole: bool) -> Answer:
+def _answer(ranking: Ranking, passed: int, new: int, asked: int, digest: str | None, whole: bool) -> Answer:
     return Answer(
         sequence=sequences_of(ranking.facts),
         arrays={name: getattr(ranking, name) for name in ARRAYS},
@@ -436,6 +470,7 @@ def _answer(ranking: Ranking, passed: int, new: int, digest: str | None, whole: 
         activations=ranking.guard_activations,
         passed=passed,
         new=new,
+        asked=asked,
         digest=digest,
         facts=tuple(ranking.facts) if whole else None,
     )

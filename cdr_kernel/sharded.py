@@ -19,7 +19,7 @@ import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
+from cdr_kernel.attributes import Where, where_key
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
@@ -58,17 +59,49 @@ _Of: TypeAlias = "tuple[Asked, tuple[Any, ...] | None, Evidence | None]"
 _TASKS_KEPT = 128  # each under two names
 _WHOLE = 512  # facts that may come along with the keys; more are asked for when it is known which
 _SHARE = 0.75  # of the time that is left, for one round of questions
+_CALIBRATIONS_KEPT = 5  # of a version: of all facts and of the last filters
 _BLACKLISTS_KEPT = 4  # of a session, so that replicas that lag a little are sent little
 
 
 @dataclass(eq=False)
 class _Window:
-    """What is being asked of one version for some sessions, until when, and which shards are given up."""
+    """What is being asked of one version for some sessions, until when, and which shards are given up.
+
+    selection: names the filter, b"" for none; where: what each shard is given of it.
+    """
 
     store: ShardedStore
     snapshot: Snapshot
     deadline: float
-    missing: set[str]
+    missing: set[str] = field(default_factory=set)
+    selection: bytes = b""
+    where: Callable[[Group], Any] = lambda group: None
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What tells the facts that are asked from others."""
+        return self.snapshot.version, self.selection
+
+    def limit(self, where: Where | None) -> None:
+        """Ask only the facts of which this holds, as ``ShardedStore.checked_where`` left it."""
+        if where is not None:
+            self.selection = where_key(where, self.snapshot.facts, b"")
+            self.where = (lambda group: where) if isinstance(where, Mapping) else self.spread(np.asarray(where))
+
+    def spread(self, values: NDArray[Any]) -> Callable[[Group], Any]:
+        """What belongs to each shard of values [facts] in the order of ids; with a shard missing nobody knows that,
+        and all are given up."""
+        cache = self.snapshot.cache
+        numbers: dict[str, Int64] | None = cache.get("sequences")
+        if numbers is None:
+            numbers = self.ask("sequences", lambda group: lambda slot, full: ())
+            if not self.missing:
+                cache["sequences"] = numbers
+        if self.missing:
+            self.missing.update(group.name for group in self.snapshot.groups)
+            return lambda group: None
+        every = np.sort(np.concatenate(list(numbers.values())))
+        return lambda group: values[np.searchsorted(every, numbers[group.name])]
 
     def ask(
         self,
@@ -90,22 +123,29 @@ class _Window:
         return {call.group.name: call.value for call in calls if call.answered}
 
     def same(self, method: str, *args: Any, check: Callable[[Any], bool] = lambda value: True) -> dict[str, Any]:
-        """``ask`` with the same arguments for all shards."""
-        return self.ask(method, lambda group: lambda slot, full: args, check)
+        """``ask`` the facts of which the filter holds, with the same arguments for all shards."""
+
+        def arguments(group: Group) -> Callable[[Slot, bool], tuple[Any, ...]]:
+            given = (*args, self.where(group))
+            return lambda slot, full: given
+
+        return self.ask(method, arguments, check)
 
     # the facts of all shards, as `evidence.Facts`
 
     def calibration(self) -> Calibration:
         """Of all facts."""
-        cache = self.snapshot.cache
-        found: Calibration | None = cache.get("calibration")
+        kept: dict[bytes, Calibration] = self.snapshot.cache.setdefault("calibrations", {})
+        found = kept.get(self.selection)
         if found is None:
             total = Sums.zero(self.store.dim)
             for part in self.same("moments").values():
                 total += part
             found = total.calibration()
             if not self.missing:
-                cache["calibration"] = found
+                kept[self.selection] = found
+                for old in list(kept)[:-_CALIBRATIONS_KEPT]:
+                    kept.pop(old, None)
         return found
 
     def word_counts(self, texts: tuple[str, ...]) -> WordCounts:
@@ -187,13 +227,21 @@ class ShardedRetriever:
         return True
 
     def rank_many(
-        self, queries: Sequence[Any], sessions: Sequence[Session], *, k: int | None, multiplier: Multiplier | None
+        self,
+        queries: Sequence[Any],
+        sessions: Sequence[Session],
+        *,
+        k: int | None,
+        multiplier: Multiplier | None,
+        where: Where | None = None,
     ) -> list[Ranking]:
         """What `rank_many` does, over all shards."""
+        checked = None if where is None else self.store.checked_where(where)
         deadline = time.monotonic() + self.store.limits.timeout
         while True:
-            window = _Window(self.store, self.store.snapshot(), deadline, set())
+            window = _Window(self.store, self.store.snapshot(), deadline)
             try:
+                window.limit(checked)
                 return self._ranked(window, queries, sessions, k, multiplier)
             except Superseded:  # more changes than shards keep versions came meanwhile
                 if time.monotonic() >= deadline:
@@ -224,7 +272,7 @@ class ShardedRetriever:
         def arguments(group: Group) -> Callable[[Slot, bool], tuple[Any, ...]]:
             def of(slot: Slot, full: bool) -> tuple[Any, ...]:
                 asks = tuple(self._ask(slot, full, *some) for some in zip(sessions, states, each, written, strict=True))
-                return asks, k, factors(group), whole
+                return asks, k, factors(group), whole, window.where(group)
 
             return of
 
@@ -265,27 +313,27 @@ class ShardedRetriever:
             return Asked(columns, columns, slice(0, 0), None), None, None
         if parts.source_weight and self.store.by != "source":
             raise ValueError("source_weight: needs all facts of a source in one shard: partition by='source'")
-        version = window.snapshot.version
+        facts = window.facts
         with self._lock:
             evidence = (
-                None if window.missing else self._evidence.get((*task_of(session, parts, state.feedback), version))
+                None if window.missing else self._evidence.get((*task_of(session, parts, state.feedback), *facts))
             )
         if evidence is None:
             if session.dim != self.store.dim:
                 raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {session.dim}")
             evidence = gathered(session, parts, window, state.feedback)
-        task = (*task_of(session, parts, evidence.feedback), version)
+        task = (*task_of(session, parts, evidence.feedback), *facts)
         if window.missing:  # of what could be reached, this once
             task = (*task, uuid.uuid4().hex)
         else:
             with self._lock:
                 for each in (state.feedback, evidence.feedback):  # a later window holds what this one found
-                    self._evidence[(*task_of(session, parts, each), version)] = evidence
+                    self._evidence[(*task_of(session, parts, each), *facts)] = evidence
                 while len(self._evidence) > _TASKS_KEPT:
                     self._evidence.popitem(last=False)
         made = asked(query, session, state, window, self.store.dim, evidence)
         with self._lock:
-            lower = None if window.missing else self._gates.get(gate_key(made, session, (version,)))
+            lower = None if window.missing else self._gates.get(gate_key(made, session, facts))
         return made if lower is None else made.at(lower), task, evidence
 
     def _lowered(self, window: _Window, session: Session, of: _Of, passed: int) -> _Of:
@@ -303,7 +351,7 @@ class ShardedRetriever:
             return of
         if not window.missing:
             with self._lock:
-                self._gates[gate_key(made, session, (window.snapshot.version,))] = lower
+                self._gates[gate_key(made, session, window.facts)] = lower
                 while len(self._gates) > _TASKS_KEPT:
                     self._gates.popitem(last=False)
         return made.at(lower), task, evidence
@@ -313,24 +361,15 @@ class ShardedRetriever:
         if values is None:
             return lambda group: values
         if isinstance(values, Mapping):
-            found = window.same("find", tuple(values)) if values else {}
+            ids = tuple(values)
+            found = window.ask("find", lambda group: lambda slot, full: (ids,)) if ids else {}
             if not window.missing:
                 here = {id for ids in found.values() for id in ids}
                 check_named([id for id in values if id not in here])
             return lambda group: {id: values[id] for id in found.get(group.name, ())}
         given = factor(as_array(values, 1, "multiplier"), window.snapshot.facts, "multiplier")
         assert given is not None
-        cache = window.snapshot.cache
-        numbers: dict[str, Int64] | None = cache.get("sequences")
-        if numbers is None:
-            numbers = window.same("sequences")
-            if not window.missing:
-                cache["sequences"] = numbers
-        if window.missing:  # nobody knows which entries belong to whom
-            window.missing.update(group.name for group in window.snapshot.groups)
-            return lambda group: None
-        every = np.sort(np.concatenate(list(numbers.values())))
-        return lambda group: given[np.searchsorted(every, numbers[group.name])]
+        return window.spread(given)
 
     def _token(self, session: Session) -> tuple[str, Session]:
         """The session's name here, and itself without its state."""
@@ -479,7 +518,7 @@ def _ranking(
 ) -> Ranking:
     passed = sum(answer.passed for answer in merge.answers)
     if k is not None and passed < k:
-        session.warn_of_gate(passed, window.snapshot.facts, k)
+        session.warn_of_gate(passed, sum(answer.asked for answer in merge.answers), k)
     arrays: dict[str, Any] = dict(merge.arrays)
     if not merge.answers:
         none = {name: np.zeros(0) for name in ARRAYS}

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from cdr_kernel.arrays import Int64
-from cdr_kernel.attributes import Attribute
+from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import (
@@ -29,6 +29,7 @@ from cdr_kernel.partition import (
     empty_store,
     facts_in,
     keys_of,
+    kinds_in,
     manifest_of,
     open_shard,
     owners,
@@ -115,6 +116,7 @@ class ShardedStore:
         next_sequence: int = 0,
         version: int = 0,
         facts: int | None = None,
+        kinds: Mapping[str, type] | None = None,
         limits: Limits | None = None,
         pool: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -127,7 +129,7 @@ class ShardedStore:
         self._pool = pool
         self._lock = threading.RLock()
         self._next_sequence = next_sequence
-        self._kinds: dict[str, type] | None = None  # of further columns, asked of the shards when first needed
+        self._kinds = kinds  # of further columns; None: to be asked of the shards when first needed
         groups = tuple(Group(name, start(name), v, keep=home is not None) for name, v in versions.items())
         self._snapshot = Snapshot(version, 0, groups, tuple(group.version for group in groups))
         if facts is None:
@@ -167,6 +169,7 @@ class ShardedStore:
             next_sequence=store.next_sequence,
             version=view.version,
             facts=len(view),
+            kinds=view.attribute_types,
             limits=limits,
             pool=pool,
         )
@@ -228,6 +231,7 @@ class ShardedStore:
             next_sequence=manifest["next_sequence"],
             version=manifest["store_version"],
             facts=manifest["facts"],
+            kinds=kinds_in(manifest),
             limits=limits,
             pool=pool,
         )
@@ -355,20 +359,39 @@ class ShardedStore:
                     facts = {**_typed(facts_in(view, here), kinds), "sequence": sequence[here]} if len(here) else None
                     changes[group.name] = Change(old, facts)
             self._next_sequence = int(sequence[-1]) + 1
-            self._kinds = kinds or self._kinds
+            self._kinds = kinds
             self._commit(changes, len(names) - len(present))
         return added
 
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Types of the further columns by name: str, int, float or bool."""
+        if self._kinds is None:  # a partition that does not say
+            self._kinds = {name: kind for part in self._ask("kinds") for name, kind in part.items()}
+        return dict(self._kinds)
+
     def _checked_kinds(self, added: Mapping[str, type]) -> dict[str, type]:
         """Types of all further columns with these; TypeError where one has another type in the shards."""
-        if not added and self._kinds is None:
-            return {}
-        if self._kinds is None:
-            self._kinds = {name: kind for part in self._ask("kinds") for name, kind in part.items()}
+        known = self.attribute_types
         for name, kind in added.items():
-            if name in self._kinds:
-                Attribute(self._kinds[name]).check_kind(kind, f"attributes[{name!r}]")
-        return {**added, **self._kinds}
+            if name in known:
+                Attribute(known[name]).check_kind(kind, f"attributes[{name!r}]")
+        return {**added, **known}
+
+    def checked_where(self, where: Where) -> Where:
+        """A filter of all facts, with a list of values for every name. Raises what ``StoreView.select`` raises of a
+        mapping: KeyError for an attribute that no fact was ever added with, TypeError for a value of another type."""
+        if not isinstance(where, Mapping):
+            return where
+        kinds, checked = {"source": str, **self.attribute_types}, {}
+        for name, values in where.items():
+            if not isinstance(name, str):
+                raise TypeError(f"where: expected names that are str, got {type(name).__name__}")
+            if name not in kinds:
+                raise KeyError(f"where: expected source or one of {sorted(self.attribute_types)}, got {name!r}")
+            checked[name] = chosen(values)
+            Attribute(kinds[name]).equal(checked[name], 0, f"where[{name!r}]")
+        return checked
 
     def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
         """As ``FactStore.remove``."""
@@ -431,6 +454,7 @@ class ShardedStore:
                 facts=now.facts,
                 version=now.version,
                 next_sequence=self._next_sequence,
+                kinds=self.attribute_types,
             )
             if folder == self.home:
                 for group in now.groups:

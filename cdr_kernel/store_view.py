@@ -171,6 +171,8 @@ class StoreView:
         """
         if where is None:
             return self
+        if isinstance(where, Mapping):
+            where = {name: chosen(values) for name, values in where.items()}  # some can be read only once
         key = where_key(where, len(self), self.selection)
         found = self._selected.get(key)
         if found is None:

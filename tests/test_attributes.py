@@ -287,17 +287,21 @@ def test_bad_filters_are_refused(where, error, message):
         cdr_rank(rng.normal(size=DIM), Retriever(store), session_of(rng), where=where)
 
 
-def test_facts_elsewhere_cannot_be_filtered():
+def test_facts_elsewhere_are_filtered_there():
     class Elsewhere:
         store = None
 
-        def rank_many(self, queries, sessions, *, k, multiplier):
-            return ["ranked"]
+        def rank_many(self, queries, sessions, *, k, multiplier, where):
+            return [where]
 
     session = session_of(np.random.default_rng(1))
-    assert cdr_rank([1.0], Elsewhere(), session) == "ranked"
-    with pytest.raises(NotImplementedError, match="expected a Retriever"):
-        cdr_rank([1.0], Elsewhere(), session, where={"tenant": "x"})
+    assert cdr_rank([1.0], Elsewhere(), session) is None
+    assert cdr_rank([1.0], Elsewhere(), session, where={"tenant": "x"}) == {"tenant": "x"}
+
+
+def test_values_that_can_be_read_only_once():
+    view = store_of(facts(np.random.default_rng(1), N)).view()
+    assert view.select({"tenant": iter(["x", "y"])}).ids == view.select({"tenant": ["x", "y"]}).ids
 
 
 def test_a_filter_that_nothing_meets_ranks_nothing():

@@ -40,6 +40,7 @@ def facts(r, n, start=0):
         "importance": r.choice([0.5, 1.0, 2.0], n),
         "source": [f"s{i // 5}" for i in range(n)],
         "position": list(range(n)),
+        "attributes": {"language": [["en", "de", None][i % 3] for i in range(n)]},
     }
 
 
@@ -183,6 +184,9 @@ def test_windows_are_those_of_one_store(world, on_ray):
             for k in (None, 4):
                 truth = cdr_rank(query, Retriever(store), session, k=k, multiplier={"f3": 0.5})
                 same(cdr_rank(query, retriever, session, k=k, multiplier={"f3": 0.5}), truth)
+            for where in ({"language": ["en", None]}, np.arange(len(store)) % 3 > 0):
+                truth = cdr_rank(query, Retriever(store), session, k=9, where=where)
+                same(cdr_rank(query, retriever, session, k=9, where=where), truth)
             written(session, cdr_rank(query, retriever, session))
         more = facts(np.random.default_rng(i), 5, 500 + 5 * i)
         assert sharded.add(**more) == store.add(**more)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,11 +22,14 @@ from cdr_kernel import (
     Session,
     SubQuery,
     WindowReport,
+    calls,
     cdr_rank,
     pack_facts,
     rank_many,
     run_windows,
+    sharded_store,
 )
+from cdr_kernel import sharded as sharded_module
 from cdr_kernel.calls import Limits, ReplicaLost
 from cdr_kernel.partition import manifest_of, open_shard, owners, partition
 from cdr_kernel.shard import ARRAYS, Answer, Change, Reply, Request, Shard
@@ -47,7 +52,10 @@ def facts(r, n, start=0, dim=DIM):
         "importance": r.choice([0.0, 0.5, 1.0, 1.0, 2.0], n),
         "source": [None if r.random() < 0.2 else f"s{r.integers(0, 1 + n // 4)}" for _ in range(n)],
         "position": [None if r.random() < 0.1 else int(r.integers(0, 6)) for _ in range(n)],
-        "attributes": {"language": [None if r.random() < 0.5 else str(r.choice(["en", "de"])) for _ in range(n)]},
+        "attributes": {
+            "language": [None if r.random() < 0.5 else str(r.choice(["en", "de"])) for _ in range(n)],
+            "year": [2000 + int(r.integers(0, 3)) if r.random() < 0.06 else None for _ in range(n)],
+        },
     }
 
 
@@ -81,6 +89,26 @@ def same(ranking, truth):
         assert ranking.feedback.direction.tobytes() == truth.feedback.direction.tobytes()
     assert ranking.complete
     assert ranking.missing_shards == ()
+
+
+def filter_of(r, store):
+    """A filter, perhaps none: of values, of a column that few shards have, of none at all, or one flag a fact."""
+    known = {"source", *store.view().attribute_names}
+    given = {name: values for name, values in FILTERS.items() if name in known}
+    names = [str(name) for name in r.choice([*given], min(len(given), int(r.integers(0, 3))), replace=False)]
+    where = {name: given[name][int(r.integers(len(given[name])))] for name in names}
+    what = r.choice(["none", "values", "values", "mask", "both"])
+    if what == "none":
+        return None
+    mask = r.random(len(store)) < r.choice([0.0, 0.1, 0.6])
+    return where if what == "values" else mask if what == "mask" else mask & store.view().where(**where)
+
+
+FILTERS = {
+    "source": ["s1", [None], ["s0", "s2", "s3", "nowhere"]],
+    "language": ["en", ["de", None], None, []],
+    "year": [2001, [2000.0, None], [2000, 2002]],
+}
 
 
 def change(r, store, sharded, start):
@@ -153,8 +181,9 @@ def session_of(items, keywords):
     k=st.sampled_from([None, 0, 1, 3, 100]),
     keywords=st.one_of(SPEC, CALIBRATED),
     factors=st.sampled_from([None, "mapping", "array"]),
+    filtered=st.booleans(),
 )
-def test_windows_are_those_of_one_store(seed, n, shards, k, keywords, factors):
+def test_windows_are_those_of_one_store(seed, n, shards, k, keywords, factors, filtered):
     r = np.random.default_rng(seed)
     store, items, query = store_of(r, n), items_of(r), r.standard_normal(DIM) + 0.5
     store.remove([id for i, id in enumerate(store.ids) if i % 13 == 12])
@@ -169,10 +198,11 @@ def test_windows_are_those_of_one_store(seed, n, shards, k, keywords, factors):
                 multiplier = dict.fromkeys(store.ids[::3], 0.5)
             elif factors == "array":
                 multiplier = r.choice([0.0, 0.5, 1.0], len(store))
+            where = filter_of(r, store) if filtered else None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # few facts reach the gate
-                truth = cdr_rank(query, retriever, session, k=k, multiplier=multiplier)
-                ranking = cdr_rank(query, elsewhere, session, k=k, multiplier=multiplier)
+                truth = cdr_rank(query, retriever, session, k=k, multiplier=multiplier, where=where)
+                ranking = cdr_rank(query, elsewhere, session, k=k, multiplier=multiplier, where=where)
             same(ranking, truth)
             envelope = pack_facts(truth, 4, count_tokens=lambda text: 1)
             j = int(r.integers(len(items)))
@@ -397,10 +427,33 @@ def test_enough_facts_qualify_over_all_shards(world):
                 written(session, ranking)
 
 
+class Clock:
+    """Time that passes only while somebody sleeps: whoever answers does so in none, however busy the machine is."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        assert seconds > 0.0
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (calls, sharded_module, sharded_store):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(calls, "wait", lambda futures, timeout, return_when: wait(futures, return_when=return_when))
+    return clock
+
+
 @pytest.mark.parametrize("method", ["rank", "numbered", "moments", "best", "best_z"])
-def test_a_shard_that_stays_away_is_named(world, faulty, method):
+def test_a_shard_that_stays_away_is_named(world, faulty, clock, method):
     store, items, query = world
-    faulty.limits.timeout = 4.0  # the lost shard takes three quarters of it
+    faulty.limits.timeout = 4.0
     gone = {fact.id for fact in replicas(faulty)[0]._shard.store.get(replicas(faulty)[0]._shard.store.ids)}
 
     def before(request):
@@ -415,14 +468,15 @@ def test_a_shard_that_stays_away_is_named(world, faulty, method):
     assert ranking.missing_shards == ("shard-1",)
     assert 0 < len(ranking) < 70
     assert not gone & set(ranking.ids)
-    assert faulty.counts.missing >= 1
+    assert faulty.counts.missing == 1
+    assert 3.0 <= clock.now < 3.1  # three quarters of what there was
     for replica in replicas(faulty):
         replica.before = fails(0)
     faulty.limits.timeout = 5.0
     same(cdr_rank(query, ShardedRetriever(faulty), session), cdr_rank(query, Retriever(store), session))
 
 
-def test_an_incomplete_ranking_may_be_refused(world, faulty):
+def test_an_incomplete_ranking_may_be_refused(world, faulty, clock):
     _, items, query = world
     faulty.limits.timeout = 0.5
     for replica in replicas(faulty):
@@ -432,7 +486,7 @@ def test_an_incomplete_ranking_may_be_refused(world, faulty):
     assert caught.value.names == ("shard-1",)
 
 
-def test_all_shards_away(world, faulty):
+def test_all_shards_away(world, faulty, clock):
     _, items, query = world
     faulty.limits.timeout = 0.2
     for shard in range(3):
@@ -742,5 +796,97 @@ def test_columns_have_one_type_in_all_shards(world):
         sharded.add_shards(2)
         assert sharded.get(sharded.ids) == store.get(store.ids)
         assert {type(fact.attributes["weight"]) for fact in sharded.get(ids)} == {float}
-        with pytest.raises(NotImplementedError, match="where"):
-            cdr_rank(query, ShardedRetriever(sharded), spec(world[1]), where={"weight": 0.5})
+        here, elsewhere = Retriever(store), ShardedRetriever(sharded)
+        for where in ({"weight": [3]}, {"weight": [2.0, 0.5]}, {"weight": [3, None], "language": ["en"]}):
+            once = {name: iter(values) for name, values in where.items()}
+            same(
+                cdr_rank(query, elsewhere, spec(world[1]), where=once),
+                cdr_rank(query, here, spec(world[1]), where=where),
+            )
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        ({"colour": "red"}, KeyError, r"expected source or one of \['language', 'year'\], got 'colour'"),
+        ({"_expires_at": 3}, KeyError, "expected source or one of"),
+        ({"year": "2001"}, TypeError, r"where\['year'\]: expected int as in the store, got str"),
+        ({"source": 3}, TypeError, r"where\['source'\]: expected str"),
+        ({"language": ["en", 3]}, TypeError, "values of one type"),
+        ({3: "x"}, TypeError, "expected names that are str"),
+        ({"language": {"a": 1}}, TypeError, "expected a value or several"),
+        ([True], ValueError, "expected 80 entries"),
+        ([1] * 80, TypeError, "expected a mapping or a bool array"),
+    ],
+)
+def test_a_wrong_filter_is_refused_as_by_one_store(world, tmp_path, where, error, message):
+    store, items, query = world
+    partition(store, tmp_path / "p", shards=3)
+    with ShardedStore.open(tmp_path / "p") as opened, ShardedStore.split(store, shards=3) as split:
+        for retriever in (Retriever(store), ShardedRetriever(opened), ShardedRetriever(split)):
+            with pytest.raises(error, match=message):
+                cdr_rank(query, retriever, spec(items), where=where)
+
+
+def test_a_filter_does_not_starve_k(world):
+    store, items, query = world
+    with ShardedStore.split(store, shards=4) as sharded:
+        for where in ({"language": "en"}, np.arange(80) % 7 == 0):
+            count = len(store.view().select(where))
+            assert 5 < count < 40
+            for session in (spec(items, min_relevance=-1.0), calibrated(items)):
+                ranking = cdr_rank(query, ShardedRetriever(sharded), session, k=count, where=where)
+                same(ranking, cdr_rank(query, Retriever(store), session, k=count, where=where))
+                assert session.calibrated is not None or len(ranking) == count
+
+
+def test_a_gate_that_starves_a_filter_is_warned_of_alike(world):
+    store, items, query = world
+    with ShardedStore.split(store, shards=4) as sharded:
+        said, where = [], {"language": ["en", None]}
+        relevance = cdr_rank(query, Retriever(store), spec(items, min_relevance=-1.0), where=where).relevance
+        gate = float(np.sort(relevance)[-4])
+        for retriever in (Retriever(store), ShardedRetriever(sharded)):
+            with pytest.warns(UserWarning, match="facts reach the gate") as caught:
+                cdr_rank(query, retriever, spec(items, min_relevance=gate), k=len(relevance), where=where)
+            said.append(str(caught[0].message))
+    assert said[0] == said[1]
+
+
+def test_a_column_without_values_is_a_column(world, tmp_path):
+    store, items, query = world
+    gone = [fact.id for fact in store.get(store.ids) if "year" in fact.attributes]
+    assert gone
+    store.remove(gone)
+    partition(store, tmp_path / "p", shards=3)
+    with ShardedStore.open(tmp_path / "p") as sharded:
+        sharded.save(tmp_path / "again")
+    manifest = tmp_path / "again" / "partition.json"
+    for home in ("p", "again"):
+        with ShardedStore.open(tmp_path / home) as sharded:
+            assert sharded.attribute_types == store.view().attribute_types == {"language": str, "year": int}
+            for where in ({"year": 2001}, {"year": None}):
+                same(
+                    cdr_rank(query, ShardedRetriever(sharded), calibrated(items), where=where),
+                    replace(cdr_rank(query, Retriever(store), calibrated(items), where=where), store_version=0),
+                )
+    found = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**found, "attributes": {"year": "date"}}))
+    with pytest.raises(ValueError, match="types of attributes"):
+        ShardedStore.open(tmp_path / "again")
+    del found["attributes"]  # as the first versions wrote it
+    manifest.write_text(json.dumps(found))
+    with ShardedStore.open(tmp_path / "again") as sharded:
+        assert sharded.attribute_types == {"language": str}
+
+
+def test_the_statistics_of_a_few_filters_are_kept(world):
+    store, items, query = world
+    with ShardedStore.split(store, shards=3) as sharded:
+        retriever = ShardedRetriever(sharded)
+        for i in range(9):
+            cdr_rank(query, retriever, calibrated(items), k=5, where=np.arange(80) > i)
+        asked = sharded.counts.requests
+        cdr_rank(query, retriever, calibrated(items), k=5, where=np.arange(80) > 8)
+        assert sharded.counts.requests - asked == 3  # the ranking alone
+        assert len(sharded.snapshot().cache["calibrations"]) == 5
