@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from cdr_kernel.partition import ShardDamaged
 from cdr_kernel.shard import Change, Reply, Request
 
 _POLL = 0.002  # between looks for a replica with room
@@ -186,6 +187,7 @@ class Call:
     _next: float = 0.0
     _failures: int = 0
     _avoid: Slot | None = None
+    _damaged: set[Slot] = field(default_factory=set)
 
     def start(self, now: float, limits: Limits, counts: Counts, waiting: Waiting) -> float:
         """Ask a replica if it is time to; returns when it will be time to look again."""
@@ -215,7 +217,7 @@ class Call:
     def _choose(self, limits: Limits, slots: Sequence[Slot]) -> Slot | None:
         """The least busy replica with room, one that just failed last."""
         for slot in sorted(slots, key=lambda slot: (slot is self._avoid, slot.in_flight)):
-            if slot.take_turn(limits.max_in_flight):
+            if slot not in self._damaged and slot.take_turn(limits.max_in_flight):
                 return slot
         return None
 
@@ -247,6 +249,16 @@ class Call:
             return
         self._pending.pop(slot, None)
         error = future.exception()
+        if isinstance(error, ShardDamaged):
+            counts.last_error = f"{self.group.name}: {error}"
+            self._damaged.add(slot)
+            if self.only is not None:  # it is told of the change when it is whole again
+                self.answered = True
+            elif self._damaged.issuperset(self.group.slots):
+                raise error
+            else:
+                self._failed(slot, now, counts)
+            return
         if error is not None:
             if not slot.replica.lost(error):
                 raise error

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
+from cdr_kernel import checksums, commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attributes, Value
 from cdr_kernel.checks import check_strings
@@ -415,7 +415,7 @@ class DurableStore:
         if codes and len(view) >= WORTH_CODES:
             saved = FactStore.load(folder, tokenizer=self._tokenizer, hash_key=self._hash_key, snapshot=True)
             Retriever(saved).save()
-            snapshot.seal_codes(folder)
+            checksums.seal_codes(folder)
 
     def compact(self, *, keep: float = 0.0) -> None:
         """Write the record in few files without what was deleted, drop old versions, and write a new snapshot.
@@ -514,13 +514,13 @@ class DurableStore:
         """Check every block of the snapshot that was mapped."""
         try:
             with contextlib.suppress(_Closed):
-                self._damage = snapshot.damage(found.files, found.checksums, self._stop_when_closed)
+                self._damage = checksums.damage(found.files, found.checksums, self._stop_when_closed)
                 if self._damage is not None:
                     try:
                         self._put_right(self._damage)
                     except (OSError, ValueError) as error:
                         say(f"warning: {self.path}: the facts could not be read from the record again ({error})")
-                codes = snapshot.codes_damage(self.path / SNAPSHOT, self._stop_when_closed)
+                codes = checksums.codes_damage(self.path / SNAPSHOT, self._stop_when_closed)
                 if codes is not None:
                     self._damage = self._damage or codes
                     self._drop_codes(codes)
@@ -543,7 +543,7 @@ class DurableStore:
     def _drop_codes(self, damage: str) -> None:
         say(f"warning: {damage}; the codes are made again")
         with contextlib.suppress(OSError):
-            snapshot.drop_codes(self.path / SNAPSHOT)
+            checksums.drop_codes(self.path / SNAPSHOT)
         self.facts.renumber()
 
 

@@ -10,13 +10,17 @@ the sequence numbers of the whole, so that equal scores come in one order howeve
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cdr_kernel import checksums
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import KINDS
 from cdr_kernel.folder import LOCK, Kind
@@ -42,8 +46,13 @@ KIND = Kind(
         "shards": dict,
     },
 )
+_MANIFEST = "manifest.json"  # of a shard's own folder
 CHUNK = 65536
 """Facts that are moved at a time."""
+
+
+class ShardDamaged(ValueError):
+    """What is on the disk of a shard is not what was written."""
 
 
 def shard_names(count: int, start: int = 0) -> list[str]:
@@ -165,10 +174,41 @@ def partition(
 
 
 def save_part(part: FactStore, path: Path) -> None:
-    """Write the facts of a shard to a folder, with the codes of a scan where there are enough facts for them."""
-    part.save(path)
+    """Write the facts of a shard to a folder, with checksums and the codes of a scan where there are enough facts for
+    them."""
+    part.save(path, about=lambda data: {"checksums": checksums.of_folder(data)})
     if len(part) >= WORTH_CODES:
         Retriever(FactStore.load(path, tokenizer=part.tokenizer, hash_key=part.hash_key)).save()
+        checksums.seal_codes(path)
+
+
+def damage_in(folder: Path, manifest: int) -> str | None:
+    """What is wrong with a folder that `save_part` wrote, None for nothing. manifest: CRC-32 of its manifest.
+
+    Every block is read. Codes of a scan that are damaged are taken away, with a warning: they are made again.
+    """
+    path = folder / _MANIFEST
+    try:
+        written = path.read_bytes()
+        if zlib.crc32(written) != manifest:
+            return f"{path}: not as it was written"
+        found = json.loads(written)
+        data, sums = folder / found["data"], found["about"]["checksums"]
+        files = checksums.opened(data, sums)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    try:
+        damage = checksums.damage(files, sums)
+    finally:
+        for file in files.values():
+            file.close()
+    if damage is None and (codes := checksums.codes_damage(folder)) is not None:
+        try:
+            checksums.drop_codes(folder)
+        except OSError:  # a folder that cannot be written
+            return codes
+        warnings.warn(f"{codes}; the codes are made again", stacklevel=2)
+    return damage
 
 
 def save_partition(
@@ -196,6 +236,7 @@ def save_partition(
     def fields(data: Path) -> dict[str, Any]:
         write(data)
         return {
+            "manifests": {name: zlib.crc32((data / name / _MANIFEST).read_bytes()) for name in versions},
             "by": by,
             "dim": like.dim,
             "dtype": like.dtype.name,
@@ -250,10 +291,12 @@ def open_shard(
     *,
     tokenizer: Tokenizer | None = None,
     hash_key: HashKey | None = None,
+    verify: bool = True,
 ) -> tuple[FactStore, int]:
     """(the facts of a shard, its version); for a name that the partition does not know, no facts and version 0.
 
-    Raises what ``FactStore.load`` raises.
+    verify: whether to read all of it first and compare it with its checksums (partitions of the first version have
+    none). Raises ShardDamaged where it is not as it was written, and what ``FactStore.load`` raises.
     """
     manifest_of(home)
 
@@ -261,6 +304,11 @@ def open_shard(
         if name not in manifest["shards"]:
             return empty_store(manifest, tokenizer=tokenizer, hash_key=hash_key), 0
         folder = Path(home) / manifest["data"] / name
-        return FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key), manifest["shards"][name]
+        if verify and "manifests" in manifest:
+            damage = damage_in(folder, manifest["manifests"][name])
+            if damage is not None:
+                raise ShardDamaged(f"{name} is damaged: {damage}")
+        facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key)
+        return facts, manifest["shards"][name]
 
     return KIND.load(Path(home), read)

@@ -11,6 +11,7 @@ Needs the extra: pip install "cdr-kernel[ray]".
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdr_kernel.calls import Limits, Replica
 from cdr_kernel.ngram import HashKey, Tokenizer
-from cdr_kernel.partition import manifest_of, open_shard
+from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard
 from cdr_kernel.sharded_store import ShardedStore
 
@@ -40,13 +41,26 @@ def ray_module() -> ModuleType:
 
 
 class ShardActor:
-    """What runs in the actor: one shard. tokenizer, hash_key: as in ``FactStore.load``."""
+    """What runs in the actor: one shard. tokenizer, hash_key: as in ``FactStore.load``; verify: as in `open_shard`."""
 
-    def __init__(self, home: str, name: str, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
-        self._shard = Shard(*open_shard(home, name, tokenizer=tokenizer, hash_key=hash_key))
+    def __init__(
+        self, home: str, name: str, tokenizer: Tokenizer | None, hash_key: HashKey | None, verify: bool = True
+    ) -> None:
+        self._where = home, name
+        self._how: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key, "verify": verify}
+        self._lock = threading.Lock()
+        self._shard: Shard | None = None
+        with contextlib.suppress(ShardDamaged):  # whoever asks is told
+            self._shard = self._open()
+
+    def _open(self) -> Shard:
+        return Shard(*open_shard(*self._where, **self._how))
 
     def answer(self, request: Request) -> Reply:
-        """See `Shard.answer`."""
+        """See `Shard.answer`. Raises ShardDamaged as long as what is on the disk is damaged."""
+        with self._lock:
+            if self._shard is None:
+                self._shard = self._open()
         return self._shard.answer(request)
 
     def place(self) -> tuple[str, int]:
@@ -93,6 +107,7 @@ def open_on_ray(
     replicas: int = 1,
     tokenizer: Tokenizer | None = None,
     hash_key: HashKey | None = None,
+    verify: bool = True,
     timeout: float = 10.0,
     hedge_after: float | None = None,
     max_in_flight: int = 8,
@@ -103,8 +118,9 @@ def open_on_ray(
 ) -> ShardedStore:
     """The shards of a partition, each in so many actors, spread over the nodes of the cluster that Ray is connected to.
 
-    home: a path that every node can read (and write, for ``save``). timeout, hedge_after, max_in_flight: see
-    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. threads: requests that an actor works on at a time, at
+    home: a path that every node can read (and write, for ``save``). verify: whether an actor reads its shard whole
+    before it answers, and compares it with its checksums. timeout, hedge_after, max_in_flight: see `calls.Limits`.
+    num_cpus, num_gpus: what an actor reserves. threads: requests that an actor works on at a time, at
     least 1. options: further ones for ``actor.options``. Raises ImportError without Ray, RuntimeError before
     ``ray.init``, and what ``ShardedStore.open`` raises.
     """
@@ -129,6 +145,6 @@ def open_on_ray(
     path = os.path.abspath(home)
 
     def start(name: str) -> Sequence[Replica]:
-        return [RayReplica(lambda: actor.remote(path, name, tokenizer, hash_key)) for _ in range(replicas)]
+        return [RayReplica(lambda: actor.remote(path, name, tokenizer, hash_key, verify)) for _ in range(replicas)]
 
     return ShardedStore.of_manifest(home, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)

@@ -182,19 +182,21 @@ class ShardedStore:
         replicas: int = 1,
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
+        verify: bool = True,
         timeout: float = 600.0,
         hedge_after: float | None = None,
         max_in_flight: int = 64,
     ) -> ShardedStore:
         """The shards that `partition` or ``save`` wrote, mapped into this process.
 
-        Raises FileNotFoundError and ValueError as ``FactStore.load``.
+        verify: whether to read them whole first and compare them with their checksums. Raises `partition.ShardDamaged`
+        naming a shard that is not as it was written, FileNotFoundError and ValueError as ``FactStore.load``.
         """
         manifest = manifest_of(home)
         pool = _threads(len(manifest["shards"]))
 
         def opened(name: str) -> Shard:
-            return Shard(*open_shard(home, name, tokenizer=tokenizer, hash_key=hash_key))
+            return Shard(*open_shard(home, name, tokenizer=tokenizer, hash_key=hash_key, verify=verify))
 
         def start(name: str) -> list[Replica]:
             return [ThreadReplica(lambda: opened(name), pool) for _ in range(replicas)]

@@ -6,25 +6,17 @@ is no snapshot: the facts are read from the record again.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cdr_kernel.folder import LOCK, synced, turn
+from cdr_kernel import checksums
+from cdr_kernel.folder import LOCK, turn
 from cdr_kernel.lance_record import Record
 from cdr_kernel.store import FactStore, StoreView, check_store_folder
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
-
-BLOCK = 4 << 20
-"""Bytes under one checksum."""
-CODES = "codes.json"
-"""The checksums of the scan's codes, which are saved after the facts."""
 
 
 class Found(NamedTuple):
@@ -47,7 +39,7 @@ def write(folder: Path, facts: FactStore, view: StoreView, record: Record, next_
     """Save a view as the snapshot of this version of the record, replacing the one that is there."""
     _clear_what_is_damaged(folder)
     key = {"version": record.version, "fingerprint": record.fingerprint(), "next_sequence": next_sequence}
-    facts.save(folder, view=view, about=lambda data: {"record": key, "checksums": checksums(data)})
+    facts.save(folder, view=view, about=lambda data: {"record": key, "checksums": checksums.of_folder(data)})
 
 
 def load(
@@ -78,95 +70,9 @@ def load(
     try:
         if set(os.listdir(data)) != sums.keys():
             return f"{data}: expected a checksum for every file"
-        return Found(facts, version, following, opened(data, sums), sums)
+        return Found(facts, version, following, checksums.opened(data, sums), sums)
     except OSError as error:
         return f"{data}: {error.strerror}"
-
-
-def checksums(data: Path) -> dict[str, list[int]]:
-    """CRC-32 of every block of the files in a folder, by name."""
-    found = {}
-    for path in sorted(data.iterdir()):
-        with open(path, "rb", buffering=0) as file:
-            found[path.name] = [crc for crc, _ in _blocks(file)]
-    return found
-
-
-def opened(data: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The files of a folder that have checksums, open, so that they can be checked when others have replaced it."""
-    files: dict[str, Any] = {}
-    try:
-        for name in expected:
-            files[name] = open(data / name, "rb", buffering=0)  # noqa: SIM115  # closed by whoever checks them
-    except BaseException:
-        for file in files.values():
-            file.close()
-        raise
-    return files
-
-
-def damage(
-    files: Mapping[str, Any], expected: Mapping[str, Any], advance: Callable[[int], object] = lambda count: None
-) -> str | None:
-    """What is wrong with open files, None for nothing. advance: told of the bytes read since last."""
-    for name, file in files.items():
-        blocks, place = expected[name], 0
-        try:
-            for crc, size in _blocks(file):
-                advance(size)
-                if place >= len(blocks) or crc != blocks[place]:
-                    return f"{file.name}: block {place} is not as it was written"
-                place += 1
-        except OSError as error:
-            return f"{file.name}: {error.strerror}"
-        if place != len(blocks):
-            return f"{file.name}: expected {len(blocks)} blocks, found {place}"
-    return None
-
-
-def seal_codes(folder: Path) -> None:
-    """Write the checksums of the scan's codes that are in the folder."""
-    data = codes_folder(folder)
-    if data is None:
-        return
-    path = folder / CODES
-    draft = folder / f"{CODES}.draft"
-    draft.unlink(missing_ok=True)
-    with synced(draft) as file:
-        file.write(json.dumps({"data": data.name, "checksums": checksums(data)}).encode())
-    draft.replace(path)
-
-
-def codes_damage(folder: Path, advance: Callable[[int], object] = lambda count: None) -> str | None:
-    """What is wrong with the scan's codes in the folder, None for nothing or where there are none."""
-    data = codes_folder(folder)
-    if data is None:
-        return None
-    try:
-        sealed = json.loads((folder / CODES).read_bytes())
-        if sealed["data"] != data.name:
-            return f"{folder / CODES}: of other codes"
-        files = opened(data, sealed["checksums"])
-        try:
-            return damage(files, sealed["checksums"], advance)
-        finally:
-            for file in files.values():
-                file.close()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{folder / CODES}: expected the checksums of the codes ({error})"
-
-
-def codes_folder(folder: Path) -> Path | None:
-    """Where the scan's codes are, None where there are none."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return folder / Path(json.loads((folder / "scan.json").read_bytes())["data"]).name
-    return None
-
-
-def drop_codes(folder: Path) -> None:
-    """Have no retriever use the codes that are there."""
-    for name in ("scan.json", CODES):
-        (folder / name).unlink(missing_ok=True)
 
 
 def _clear_what_is_damaged(folder: Path) -> None:
@@ -180,18 +86,3 @@ def _clear_what_is_damaged(folder: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
                 elif path.name != LOCK:
                     path.unlink(missing_ok=True)
-
-
-def _blocks(file: Any) -> Iterator[tuple[int, int]]:
-    """(CRC-32, length) of every block of a file."""
-    buffer = memoryview(bytearray(BLOCK))
-    while count := _fill(file, buffer):
-        yield zlib.crc32(buffer[:count]), count
-
-
-def _fill(file: Any, buffer: memoryview) -> int:
-    """Read until the buffer is full or the file ends."""
-    count = 0
-    while count < len(buffer) and (read := file.readinto(buffer[count:])):
-        count += read
-    return count

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vectors
 
-from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, durable, replica, snapshot
+from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, checksums, durable, replica, snapshot
 from cdr_kernel.durable import DurableStore
 
 FILES = ["embeddings.npy", "texts.utf8", "ids.utf8", "tokens.npy", "importance.npy", "attribute-0.npy", "sources.utf8"]
@@ -107,8 +107,8 @@ def test_a_changed_bit_in_a_snapshot_is_found_and_put_right(big, name, capsys):
 def test_retrievers_follow_when_a_snapshot_is_put_right(big, monkeypatch):
     damaged(data(big) / "embeddings.npy")
     started = threading.Event()
-    check = snapshot.damage
-    monkeypatch.setattr(snapshot, "damage", lambda *args: started.wait(30) and check(*args))
+    check = checksums.damage
+    monkeypatch.setattr(checksums, "damage", lambda *args: started.wait(30) and check(*args))
     with DurableStore.open(big.path) as again:
         retriever = Retriever(again.facts)
         query = vectors(1, 9)[0]
@@ -220,12 +220,12 @@ def test_codes_are_saved_with_a_snapshot_and_checked(folder, capsys):
         assert retriever.codes(again.facts.view()).rows == n
         add(again, ["more"])
         assert retriever.codes(again.facts.view()).rows == n
-    codes = snapshot.codes_folder(folder / "snapshot")
+    codes = checksums.codes_folder(folder / "snapshot")
     damaged(codes / "first.npy")
     with DurableStore.open(folder, verify=True) as again:
         assert "first.npy" in again.verify()
         assert "the codes are made again" in capsys.readouterr().err
-        assert snapshot.codes_folder(folder / "snapshot") is None
+        assert checksums.codes_folder(folder / "snapshot") is None
         found = Retriever(again.facts).search(vectors(1, 5)[0], min_relevance=0.2).rows
         np.testing.assert_array_equal(found[found < n], expected)
 

@@ -22,7 +22,7 @@ from cdr_kernel import (
     pack_facts,
     ray_shards,
 )
-from cdr_kernel.partition import partition
+from cdr_kernel.partition import ShardDamaged, partition
 from cdr_kernel.shard import ARRAYS, Answer, Reply, Request
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
 
@@ -354,6 +354,19 @@ def test_a_shard_that_returns_nan_is_restarted(world, on_ray):
     assert sharded.counts.restarts == 1
     after = [ray.get(actor(sharded, shard).place.remote())[1] for shard in range(3)]
     assert [a == b for a, b in zip(pids, after, strict=True)] == [True, True, False]
+
+
+@pytest.mark.ray
+def test_a_damaged_shard_is_named_until_it_is_mended(world, on_ray):
+    store, items, query, home = world
+    (path,) = home.glob("shards-*/shard-1/data-*/texts.utf8")
+    good = path.read_bytes()
+    path.write_bytes(bytes([good[0] ^ 4]) + good[1:])
+    _, retriever = on_ray()
+    with pytest.raises(ShardDamaged, match=r"shard-1 is damaged: .*texts\.utf8: block 0 is not as it was written"):
+        cdr_rank(query, retriever, spec(items))
+    path.write_bytes(good)
+    same(cdr_rank(query, retriever, spec(items)), cdr_rank(query, Retriever(store), spec(items)))
 
 
 @pytest.mark.ray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 import warnings
@@ -29,9 +30,10 @@ from cdr_kernel import (
     run_windows,
     sharded_store,
 )
+from cdr_kernel import partition as partition_module
 from cdr_kernel import sharded as sharded_module
 from cdr_kernel.calls import Limits, ReplicaLost
-from cdr_kernel.partition import manifest_of, open_shard, owners, partition
+from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, owners, partition
 from cdr_kernel.shard import ARRAYS, Answer, Change, Reply, Request, Shard
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
 from cdr_kernel.sharded_store import ThreadReplica
@@ -766,6 +768,106 @@ def test_a_damaged_partition_is_refused(world, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileExistsError):
         partition(store, tmp_path / "file", shards=2)
+
+
+def flip(path, at=-1):
+    written = bytearray(path.read_bytes())
+    written[at] ^= 4
+    path.write_bytes(written)
+
+
+def shard_folder(home, name="shard-1"):
+    return home / manifest_of(home)["data"] / name
+
+
+def test_a_flipped_bit_in_any_file_of_a_shard_is_named(world, tmp_path):
+    store, _, _ = world
+    home = tmp_path / "p"
+    partition(store, home, shards=3)
+    folder = shard_folder(home)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "save.lock" and path.stat().st_size]
+    assert {"embeddings.npy", "texts.utf8", "manifest.json", "attribute-0.json"} <= {path.name for path in files}
+    for path in files:
+        for at in (0, path.stat().st_size // 2, -1):
+            flip(path, at)
+            with pytest.raises(ShardDamaged, match="shard-1 is damaged") as caught:
+                ShardedStore.open(home)
+            assert path.name in str(caught.value)
+            flip(path, at)
+    (path,) = folder.glob("data-*/texts.utf8")
+    path.rename(tmp_path / "texts.utf8")
+    with pytest.raises(ShardDamaged, match=r"shard-1 is damaged.*texts\.utf8"):
+        ShardedStore.open(home)
+    (tmp_path / "texts.utf8").rename(path)
+    flip(path)
+    ShardedStore.open(home, verify=False).close()  # looks at sizes and shapes alone
+    flip(path)
+    with ShardedStore.open(home) as sharded:
+        assert sharded.ids == store.ids
+        sharded.save(tmp_path / "again")
+    flip(next(shard_folder(tmp_path / "again").glob("data-*/ids.utf8")))
+    with pytest.raises(ShardDamaged, match=r"shard-1.*ids\.utf8"):
+        ShardedStore.open(tmp_path / "again")
+
+
+def test_damaged_codes_of_a_shard_are_made_again(tmp_path, monkeypatch):
+    r = np.random.default_rng(5)
+    store, items, query = store_of(r, 300), items_of(r), r.standard_normal(DIM) + 0.5
+    monkeypatch.setattr(partition_module, "WORTH_CODES", 50)
+    partition(store, tmp_path / "p", shards=2)
+    folder = shard_folder(tmp_path / "p")
+    (codes,) = (path for path in folder.glob("scan-*") if path.is_dir())
+    ShardedStore.open(tmp_path / "p").close()
+    shutil.copytree(tmp_path / "p", tmp_path / "q")
+    for home, file in (("p", max(codes.iterdir(), key=lambda path: path.stat().st_size)), ("q", folder / "scan.json")):
+        place = tmp_path / home / file.relative_to(tmp_path / "p")
+        place.write_bytes(place.read_bytes().replace(b"0x1", b"0x2")) if home == "q" else flip(place)
+        with pytest.warns(UserWarning, match="as it was written; the codes are made again"):
+            sharded = ShardedStore.open(tmp_path / home)
+        assert not (shard_folder(tmp_path / home) / "scan.json").exists()
+        with sharded:
+            ranking = cdr_rank(query, ShardedRetriever(sharded), spec(items))
+            same(ranking, replace(cdr_rank(query, Retriever(store), spec(items)), store_version=0))
+        ShardedStore.open(tmp_path / home).close()  # without a warning
+
+
+def test_a_whole_replica_answers_for_a_damaged_one(world, faulty):
+    store, items, query = world
+    truth = cdr_rank(query, Retriever(store), spec(items))
+
+    def before(request):
+        raise ShardDamaged("shard-1 is damaged: texts.utf8")
+
+    first, second = replicas(faulty)
+    first.before = before
+    for _ in range(4):
+        same(cdr_rank(query, ShardedRetriever(faulty), spec(items)), truth)
+    assert faulty.counts.last_error == "shard-1: shard-1 is damaged: texts.utf8"
+    more = facts(np.random.default_rng(1), 9, 500)
+    for each in (store, faulty):
+        each.add(**more)
+    same(cdr_rank(query, ShardedRetriever(faulty), spec(items)), cdr_rank(query, Retriever(store), spec(items)))
+    first.before = fails(0)
+    second.before = before  # the first one was mended, and must be told what it missed
+    same(cdr_rank(query, ShardedRetriever(faulty), spec(items)), cdr_rank(query, Retriever(store), spec(items)))
+    first.before = before
+    with pytest.raises(ShardDamaged, match=r"texts\.utf8"):
+        cdr_rank(query, ShardedRetriever(faulty), spec(items))
+
+
+def test_a_blacklist_that_was_merged_wrongly_is_noticed(world, faulty):
+    store, items, query = world
+    session, retriever = spec(items, guard=NGramGuard(1)), ShardedRetriever(faulty)
+    written(session, cdr_rank(query, retriever, session), "every pod")
+    same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
+    for shard in range(3):
+        for replica in replicas(faulty, shard):
+            for known in replica._shard._sessions.values():
+                known.guard = NGramGuard(1)  # not what its digest says, and it is to be added to
+    written(session, cdr_rank(query, Retriever(store), session), "node traffic")
+    resyncs = faulty.counts.resyncs
+    same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
+    assert faulty.counts.resyncs >= resyncs + 3
 
 
 def test_versions_that_are_too_old_are_not_answered(world):
