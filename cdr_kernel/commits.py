@@ -36,7 +36,7 @@ def put(replica: Replica, found: Checked, *, replace: bool) -> Added:
     statuses = [held.get(i) for i in found.ids]
     old_rows = facts.rows_of([i for i in found.ids if i in facts])
     old = [*facts.view().sequence[old_rows].tolist(), *(s[0] for s in statuses if s is not None)]
-    table = to_rows(record, found, sequence, [None if s is None else (s[1] or "") for s in statuses])
+    table = to_rows(record.schema, found, sequence, [None if s is None else (s[1] or "") for s in statuses])
     made = record.commit(table, np.array(old, np.int64))
     live = np.array([i for i, s in enumerate(statuses) if s is None], np.int64)
     renumbered = {

@@ -31,7 +31,7 @@ def facts_into(record: Record, empty: FactStore, facts: FactStore, advance: Adva
     rows = np.flatnonzero(view.alive)
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]
-        record = _append(record, _of_view(view, part, empty), view.sequence[part])
+        record = _append(record, of_view(view, part, empty), view.sequence[part])
         if advance is not None:
             advance(len(part))
     _end(record, facts.next_sequence)
@@ -80,7 +80,7 @@ def _append(
     check_text(found)
     record = record.add_attributes({name: kind for name, (kind, _) in found.attributes.items() if name != EXPIRES})
     nothing = [None] * len(found.ids) if held is None else held
-    return record.commit(to_rows(record, found, sequence, nothing, added_at))
+    return record.commit(to_rows(record.schema, found, sequence, nothing, added_at))
 
 
 def _end(record: Record, next_sequence: int) -> None:
@@ -88,7 +88,7 @@ def _end(record: Record, next_sequence: int) -> None:
     record.persist_next(next_sequence)
 
 
-def _of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
+def of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
     """Facts of another store, as this one takes them."""
     facts = view.facts(rows)
     names = view.attribute_names

@@ -87,29 +87,7 @@ class Record:
     @classmethod
     def create(cls, path: Path, about: Mapping[str, Any]) -> Record:
         """A new dataset without facts. Raises FileExistsError where there is one."""
-        import pyarrow as pa
-
-        lance = lance_module()
-        metadata = {"cdr:format": FORMAT, "cdr:format_version": str(FORMAT_VERSION)}
-        metadata |= {f"cdr:{name}": str(about[name]) for name in _ABOUT}
-        kind = {"float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64()}[str(about["dtype"])]
-        stamp = pa.timestamp("us", "UTC")
-        schema = pa.schema(
-            [
-                pa.field("id", pa.string(), nullable=False),
-                pa.field("sequence", pa.int64(), nullable=False),
-                pa.field("text", pa.string(), nullable=False),
-                pa.field("source", pa.string()),
-                pa.field("position", pa.int64()),
-                pa.field("importance", pa.float64(), nullable=False),
-                pa.field("added_at", stamp, nullable=False),
-                pa.field("expires_at", stamp),
-                pa.field("status", pa.string(), nullable=False),
-                pa.field("reason", pa.string()),
-                pa.field("embedding", pa.list_(kind, int(about["dim"])), nullable=False),
-            ],
-            metadata=metadata,
-        )
+        lance, schema = lance_module(), schema_of(about, {})
         if exists(path):
             raise FileExistsError(f"{path}: expected a new folder, found a durable store")
         with said_plainly(path):
@@ -220,9 +198,8 @@ class Record:
         missing = {name: kind for name, kind in kinds.items() if name not in self.attributes}
         if not missing:
             return self
-        types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
         with said_plainly(self.path):
-            self._dataset.add_columns(pa.schema([pa.field(name, types[kind]) for name, kind in missing.items()]))
+            self._dataset.add_columns(pa.schema(_columns(missing)))
             self._sync_commit(self._dataset)
         return Record.open(self.path)
 
@@ -341,6 +318,40 @@ class Record:
             (self.path / _ACKNOWLEDGED).write_text(f"{dataset.version:020}")  # of one length, whoever else writes it
 
 
+def schema_of(about: Mapping[str, Any], attributes: Mapping[str, type]) -> Any:
+    """The Arrow schema of a record with these settings and further columns."""
+    import pyarrow as pa
+
+    metadata = {"cdr:format": FORMAT, "cdr:format_version": str(FORMAT_VERSION)}
+    metadata |= {f"cdr:{name}": str(about[name]) for name in _ABOUT}
+    kind = {"float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64()}[str(about["dtype"])]
+    stamp = pa.timestamp("us", "UTC")
+    return pa.schema(
+        [
+            pa.field("id", pa.string(), nullable=False),
+            pa.field("sequence", pa.int64(), nullable=False),
+            pa.field("text", pa.string(), nullable=False),
+            pa.field("source", pa.string()),
+            pa.field("position", pa.int64()),
+            pa.field("importance", pa.float64(), nullable=False),
+            pa.field("added_at", stamp, nullable=False),
+            pa.field("expires_at", stamp),
+            pa.field("status", pa.string(), nullable=False),
+            pa.field("reason", pa.string()),
+            pa.field("embedding", pa.list_(kind, int(about["dim"])), nullable=False),
+            *_columns(attributes),
+        ],
+        metadata=metadata,
+    )
+
+
+def _columns(kinds: Mapping[str, type]) -> list[Any]:
+    import pyarrow as pa
+
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    return [pa.field(name, types[kind]) for name, kind in kinds.items()]
+
+
 def set_torn_aside(path: Path) -> str | None:
     """Rename the newest version if its manifest does not end as manifests do; returns its name.
 
@@ -389,7 +400,7 @@ def exists(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def said_plainly(path: Path) -> Iterator[None]:
+def said_plainly(path: Path | str) -> Iterator[None]:
     """Lance's errors as Python's own, without the places in its source; conflicts of commits as what they are."""
     from lance.commit import CommitConflictError
 
@@ -408,13 +419,13 @@ def said_plainly(path: Path) -> Iterator[None]:
         raise
 
 
-def _raise_panic(error: BaseException, path: Path) -> None:
+def _raise_panic(error: BaseException, path: Path | str) -> None:
     """A ValueError in place of a panic of Lance, which is no Exception and would go past every handler."""
     if type(error).__name__ == "PanicException":
         raise ValueError(f"{path}: damaged ({_plain(str(error))})") from error
 
 
-def _plain_error(error: Exception, path: Path) -> OSError:
+def _plain_error(error: Exception, path: Path | str) -> OSError:
     found = _OS_ERROR.search(str(error))
     number = getattr(error, "errno", None) or (int(found[1]) if found else None)
     if number is None and "No space left" in str(error):

@@ -15,8 +15,10 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -147,30 +149,28 @@ def check_shards(shards: int) -> int:
 
 def partition(
     store: FactStore | str | os.PathLike[str],
-    home: str | os.PathLike[str],
+    home: str | os.PathLike[str] | Home,
     *,
     shards: int,
     by: str = "source",
     tokenizer: Tokenizer | None = None,
     hash_key: HashKey | None = None,
 ) -> None:
-    """Write a store, or the one saved in a folder, as so many shards into the folder `home`.
+    """Write a store, or the one saved in a folder, as so many shards into the folder `home`, or a `LanceHome`.
 
-    by: "source" keeps all facts of one source in one shard, which `source_weight` of the calibrated mode needs; "id"
-    spreads them evenly. tokenizer, hash_key: of a saved store, as in ``FactStore.load``. One shard at a time is in
-    memory. What is in `home` is replaced as ``FactStore.save`` does it: whoever opens it finds the old shards or the
-    new ones. Raises ValueError and TypeError for bad arguments, and what ``FactStore.load`` raises.
+    store: ``facts`` of a durable one too. by: "source" keeps all facts of one source in one shard, which
+    `source_weight` of the calibrated mode needs; "id" spreads them evenly. tokenizer, hash_key: of a saved store, as in
+    ``FactStore.load``. One shard at a time is in memory. What is in `home` is replaced as ``FactStore.save`` does it:
+    whoever opens it finds the old shards or the new ones. Raises ValueError and TypeError for bad arguments, and what
+    ``FactStore.load`` raises.
     """
     names, by = shard_names(check_shards(shards)), check_by(by)
     if not isinstance(store, FactStore):
         store = FactStore.load(store, tokenizer=tokenizer, hash_key=hash_key)
 
-    def write(data: Path) -> None:
-        for name, part in parts_of(store, names, by):
-            save_part(part, data / name)
-
     kinds = store.view().attribute_types
-    save_partition(home, store, dict.fromkeys(names, 0), by, write, facts=len(store), version=0, kinds=kinds)
+    fields = manifest_fields(store, dict.fromkeys(names, 0), by, facts=len(store), version=0, kinds=kinds)
+    home_of(home).save(fields, lambda to: {name: to[name](part) for name, part in parts_of(store, names, by)})
 
 
 def save_part(part: FactStore, path: Path) -> None:
@@ -211,53 +211,36 @@ def damage_in(folder: Path, manifest: int) -> str | None:
     return damage
 
 
-def save_partition(
-    home: str | os.PathLike[str],
+def manifest_fields(
     like: FactStore,
     versions: Mapping[str, int],
     by: str,
-    write: Callable[[Path], None],
     *,
     facts: int,
     version: int,
     kinds: Mapping[str, type],
     next_sequence: int | None = None,
-) -> None:
-    """Replace what is in home by the shards that `write` puts into the subfolder it is given. kinds: types of the
-    further columns by name."""
-    folder = Path(home)
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder}: expected a folder, found a file")
-    if folder.exists() and not (folder / KIND.file).exists():
-        ours = (LOCK, KIND.data, KIND.file)  # what a save that was killed may have left
-        if any(not path.name.startswith(ours) for path in folder.iterdir()):
-            raise FileExistsError(f"{folder}: expected a partition or an empty folder, found other files")
-
-    def fields(data: Path) -> dict[str, Any]:
-        write(data)
-        return {
-            "manifests": {name: zlib.crc32((data / name / _MANIFEST).read_bytes()) for name in versions},
-            "by": by,
-            "dim": like.dim,
-            "dtype": like.dtype.name,
-            "embedding_model": like.embedding_model,
-            "facts": facts,
-            "next_sequence": like.next_sequence if next_sequence is None else next_sequence,
-            "store_version": version,
-            "shards": dict(versions),
-            "attributes": {name: kind.__name__ for name, kind in kinds.items()},
-        }
-
-    KIND.save(folder, fields)
+) -> dict[str, Any]:
+    """What a partition says of itself. versions: of the shards by name; kinds: types of the further columns."""
+    return {
+        "by": by,
+        "dim": like.dim,
+        "dtype": like.dtype.name,
+        "embedding_model": like.embedding_model,
+        "facts": facts,
+        "next_sequence": like.next_sequence if next_sequence is None else next_sequence,
+        "store_version": version,
+        "shards": dict(versions),
+        "attributes": {name: kind.__name__ for name, kind in kinds.items()},
+    }
 
 
-def manifest_of(home: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a partition says of itself. Raises FileNotFoundError where there is none, ValueError where it is damaged."""
-    found = KIND.manifest(Path(home))
+def check_manifest(found: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a partition says of itself, where it can be. where: names it in the ValueError."""
     check_by(found["by"])
     names = found["shards"]
     if not names or not all(type(version) is int and version >= 0 for version in names.values()):
-        raise ValueError(f"{Path(home) / KIND.file}: expected a version for every shard, found {names!r}")
+        raise ValueError(f"{where}: expected a version for every shard, found {names!r}")
     return found
 
 
@@ -285,8 +268,94 @@ def empty_store(
     )
 
 
+Write: TypeAlias = "Callable[[FactStore], Any]"
+"""Writes a shard's facts where they belong, in whichever process; what it returns goes to the home."""
+
+
+class Home(Protocol):
+    """Where a partition is: a `Folder`, or `lance_shards.LanceHome`. It travels to the actors."""
+
+    def manifest(self) -> dict[str, Any]:
+        """What the partition says of itself. FileNotFoundError where there is none, ValueError where it is damaged."""
+
+    def save(self, fields: Mapping[str, Any], write: Callable[[Mapping[str, Write]], Mapping[str, Any]]) -> None:
+        """Replace the partition. write: is given what writes each shard, by name, and returns what that returned."""
+
+    def open(
+        self,
+        name: str,
+        *,
+        tokenizer: Tokenizer | None = None,
+        hash_key: HashKey | None = None,
+        verify: bool = True,
+    ) -> tuple[FactStore, int]:
+        """See `open_shard`."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A partition in a folder that every process sees under this path."""
+
+    path: str
+
+    def manifest(self) -> dict[str, Any]:
+        """See `Home`."""
+        return check_manifest(KIND.manifest(Path(self.path)), str(Path(self.path) / KIND.file))
+
+    def save(self, fields: Mapping[str, Any], write: Callable[[Mapping[str, Write]], Mapping[str, Any]]) -> None:
+        """See `Home`. Raises FileExistsError for a file, and a folder with other things."""
+        folder = Path(self.path)
+        if folder.exists() and not folder.is_dir():
+            raise FileExistsError(f"{folder}: expected a folder, found a file")
+        if folder.exists() and not (folder / KIND.file).exists():
+            ours = (LOCK, KIND.data, KIND.file)  # what a save that was killed may have left
+            if any(not path.name.startswith(ours) for path in folder.iterdir()):
+                raise FileExistsError(f"{folder}: expected a partition or an empty folder, found other files")
+
+        def written(data: Path) -> dict[str, Any]:
+            write({name: partial(save_part, path=data / name) for name in fields["shards"]})
+            sums = {name: zlib.crc32((data / name / _MANIFEST).read_bytes()) for name in fields["shards"]}
+            return {**fields, "manifests": sums}
+
+        KIND.save(folder, written)
+
+    def open(
+        self,
+        name: str,
+        *,
+        tokenizer: Tokenizer | None = None,
+        hash_key: HashKey | None = None,
+        verify: bool = True,
+    ) -> tuple[FactStore, int]:
+        """See `open_shard`."""
+        self.manifest()
+
+        def read(manifest: dict[str, Any]) -> tuple[FactStore, int]:
+            if name not in manifest["shards"]:
+                return empty_store(manifest, tokenizer=tokenizer, hash_key=hash_key), 0
+            folder = Path(self.path) / manifest["data"] / name
+            if verify and "manifests" in manifest:
+                damage = damage_in(folder, manifest["manifests"][name])
+                if damage is not None:
+                    raise ShardDamaged(f"{name} is damaged: {damage}")
+            facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key)
+            return facts, manifest["shards"][name]
+
+        return KIND.load(Path(self.path), read)
+
+
+def home_of(home: str | os.PathLike[str] | Home) -> Home:
+    """A home as it is, a path as a `Folder`."""
+    return Folder(os.path.abspath(home)) if isinstance(home, str | os.PathLike) else home
+
+
+def manifest_of(home: str | os.PathLike[str] | Home) -> dict[str, Any]:
+    """What a partition says of itself. Raises FileNotFoundError where there is none, ValueError where it is damaged."""
+    return home_of(home).manifest()
+
+
 def open_shard(
-    home: str | os.PathLike[str],
+    home: str | os.PathLike[str] | Home,
     name: str,
     *,
     tokenizer: Tokenizer | None = None,
@@ -298,17 +367,4 @@ def open_shard(
     verify: whether to read all of it first and compare it with its checksums (partitions of the first version have
     none). Raises ShardDamaged where it is not as it was written, and what ``FactStore.load`` raises.
     """
-    manifest_of(home)
-
-    def read(manifest: dict[str, Any]) -> tuple[FactStore, int]:
-        if name not in manifest["shards"]:
-            return empty_store(manifest, tokenizer=tokenizer, hash_key=hash_key), 0
-        folder = Path(home) / manifest["data"] / name
-        if verify and "manifests" in manifest:
-            damage = damage_in(folder, manifest["manifests"][name])
-            if damage is not None:
-                raise ShardDamaged(f"{name} is damaged: {damage}")
-        facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key)
-        return facts, manifest["shards"][name]
-
-    return KIND.load(Path(home), read)
+    return home_of(home).open(name, tokenizer=tokenizer, hash_key=hash_key, verify=verify)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdr_kernel.calls import Limits, Replica
 from cdr_kernel.ngram import HashKey, Tokenizer
-from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard
+from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard
 from cdr_kernel.sharded_store import ShardedStore
 
@@ -44,7 +44,7 @@ class ShardActor:
     """What runs in the actor: one shard. tokenizer, hash_key: as in ``FactStore.load``; verify: as in `open_shard`."""
 
     def __init__(
-        self, home: str, name: str, tokenizer: Tokenizer | None, hash_key: HashKey | None, verify: bool = True
+        self, home: Home, name: str, tokenizer: Tokenizer | None, hash_key: HashKey | None, verify: bool = True
     ) -> None:
         self._where = home, name
         self._how: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key, "verify": verify}
@@ -102,7 +102,7 @@ class RayReplica:
 
 
 def open_on_ray(
-    home: str | os.PathLike[str],
+    home: str | os.PathLike[str] | Home,
     *,
     replicas: int = 1,
     tokenizer: Tokenizer | None = None,
@@ -118,9 +118,9 @@ def open_on_ray(
 ) -> ShardedStore:
     """The shards of a partition, each in so many actors, spread over the nodes of the cluster that Ray is connected to.
 
-    home: a path that every node can read (and write, for ``save``). verify: whether an actor reads its shard whole
-    before it answers, and compares it with its checksums. timeout, hedge_after, max_in_flight: see `calls.Limits`.
-    num_cpus, num_gpus: what an actor reserves. threads: requests that an actor works on at a time, at
+    home: a path that every node can read (and write, for ``save``), or a `LanceHome`. verify: whether an actor reads
+    its shard whole before it answers, and compares it with its checksums. timeout, hedge_after, max_in_flight: see
+    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. threads: requests that an actor works on at a time, at
     least 1. options: further ones for ``actor.options``. Raises ImportError without Ray, RuntimeError before
     ``ray.init``, and what ``ShardedStore.open`` raises.
     """
@@ -131,7 +131,8 @@ def open_on_ray(
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name}: expected an integer of at least 1, got {count!r}")
     limits = Limits(timeout, hedge_after, max_in_flight)
-    manifest = manifest_of(home)
+    place = home_of(home)
+    manifest = manifest_of(place)
     settings: dict[str, Any] = {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
@@ -142,9 +143,8 @@ def open_on_ray(
         **(options or {}),
     }
     actor = ray.remote(ShardActor).options(**settings)
-    path = os.path.abspath(home)
 
     def start(name: str) -> Sequence[Replica]:
-        return [RayReplica(lambda: actor.remote(path, name, tokenizer, hash_key, verify)) for _ in range(replicas)]
+        return [RayReplica(lambda: actor.remote(place, name, tokenizer, hash_key, verify)) for _ in range(replicas)]
 
-    return ShardedStore.of_manifest(home, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)
+    return ShardedStore.of_manifest(place, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)

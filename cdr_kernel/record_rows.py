@@ -21,20 +21,20 @@ EXPIRES = "_expires_at"
 
 
 def to_rows(
-    record: Record,
+    schema: Any,
     found: Checked,
     sequence: Int64,
     held: Sequence[str | None],
     added_at: Sequence[int] | None = None,
 ) -> Any:
-    """A table of rows for the record.
+    """A table of rows for a record of this Arrow schema.
 
     held: of each fact the reason it is quarantined for, None where it is not. added_at: [M] microseconds since 1970,
     the present for None.
     """
     import pyarrow as pa
 
-    schema, m = record.schema, len(found.ids)
+    m = len(found.ids)
     stamp = schema.field("added_at").type
     embedding = schema.field("embedding").type
     values = pa.array(np.ascontiguousarray(found.embeddings).reshape(-1), embedding.value_type)

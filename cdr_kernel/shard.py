@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from cdr_kernel.evidence import (
 from cdr_kernel.kept import CACHE_BYTES
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard
-from cdr_kernel.partition import facts_in, placed, save_part
+from cdr_kernel.partition import Write, facts_in, placed
 from cdr_kernel.rank import Question, Ranking, multipliers
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
@@ -289,10 +288,9 @@ class Shard:
         """The facts with these sequence numbers, as another shard adds them."""
         return facts_in(view, np.searchsorted(view.sequence, sequence))
 
-    def save(self, view: StoreView, path: str) -> int:
-        """Write the facts to a folder; no change may come meanwhile."""
-        save_part(self.store, Path(path))
-        return len(view)
+    def save(self, view: StoreView, write: Write) -> Any:
+        """Write the facts; no change may come meanwhile."""
+        return write(self.store)
 
     def prepare(self, view: StoreView) -> int:
         """Make the codes of a scan now, however few facts there are; returns the number of facts."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,17 +23,20 @@ from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, 
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import (
     CHUNK,
+    Home,
+    Write,
     check_by,
     check_shards,
     empty_store,
     facts_in,
+    home_of,
     keys_of,
     kinds_in,
+    manifest_fields,
     manifest_of,
     open_shard,
     owners,
     parts_of,
-    save_partition,
     shard_names,
 )
 from cdr_kernel.shard import Change, Reply, Request, Shard
@@ -112,7 +114,7 @@ class ShardedStore:
         versions: Mapping[str, int],
         *,
         by: str,
-        home: Path | None = None,
+        home: Home | None = None,
         next_sequence: int = 0,
         version: int = 0,
         facts: int | None = None,
@@ -177,7 +179,7 @@ class ShardedStore:
     @classmethod
     def open(
         cls,
-        home: str | os.PathLike[str],
+        home: str | os.PathLike[str] | Home,
         *,
         replicas: int = 1,
         tokenizer: Tokenizer | None = None,
@@ -192,6 +194,7 @@ class ShardedStore:
         verify: whether to read them whole first and compare them with their checksums. Raises `partition.ShardDamaged`
         naming a shard that is not as it was written, FileNotFoundError and ValueError as ``FactStore.load``.
         """
+        home = home_of(home)
         manifest = manifest_of(home)
         pool = _threads(len(manifest["shards"]))
 
@@ -214,7 +217,7 @@ class ShardedStore:
     @classmethod
     def of_manifest(
         cls,
-        home: str | os.PathLike[str],
+        home: str | os.PathLike[str] | Home,
         manifest: Mapping[str, Any],
         start: Callable[[str], Sequence[Replica]],
         *,
@@ -229,7 +232,7 @@ class ShardedStore:
             empty_store(manifest, tokenizer=tokenizer, hash_key=hash_key),
             manifest["shards"],
             by=manifest["by"],
-            home=Path(home),
+            home=home_of(home),
             next_sequence=manifest["next_sequence"],
             version=manifest["store_version"],
             facts=manifest["facts"],
@@ -427,38 +430,36 @@ class ShardedStore:
         """Have all replicas make the codes of their scans now, as ``Retriever.prepare``."""
         self._told(self._snapshot.groups, "prepare")
 
-    def save(self, home: str | os.PathLike[str] | None = None) -> None:
+    def save(self, home: str | os.PathLike[str] | Home | None = None) -> None:
         """Write all shards to the folder they were opened from, or another one, as a partition.
 
         Whoever opens it finds the old shards or the new ones. Replicas elsewhere write their own shards, so the folder
         must be one that they all see. Changes made before it need not be remembered any more.
         """
         with self._lock:
-            folder = self.home if home is None else Path(home)
-            if folder is None:
+            place = self.home if home is None else home_of(home)
+            if place is None:
                 raise ValueError("home: expected a folder, the store was not opened from one")
             now = self._snapshot
 
-            def write(data: Path) -> None:
+            def write(to: Mapping[str, Write]) -> dict[str, Any]:
                 calls = [
-                    Call(g, "save", v, lambda slot, full, g=g: (str(data / g.name),))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+                    Call(g, "save", v, lambda slot, full, g=g: (to[g.name],))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
                     for g, v in zip(now.groups, now.versions, strict=True)
                 ]
-                self._complete(calls)
+                return dict(zip(self.shards, self._complete(calls), strict=True))
 
-            versions = dict(zip(self.shards, now.versions, strict=True))
-            save_partition(
-                folder,
+            fields = manifest_fields(
                 self._like,
-                versions,
+                dict(zip(self.shards, now.versions, strict=True)),
                 self.by,
-                write,
                 facts=now.facts,
                 version=now.version,
                 next_sequence=self._next_sequence,
                 kinds=self.attribute_types,
             )
-            if folder == self.home:
+            place.save(fields, write)
+            if place == self.home:
                 for group in now.groups:
                     group.trim(group.version)
 

@@ -50,6 +50,7 @@ EDGES = {
     "sharded",
     "sharded_store",
     "ray_shards",
+    "lance_shards",
     "ray_serve",
     "serve",
     "cli",

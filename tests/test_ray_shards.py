@@ -452,6 +452,32 @@ def test_shards_are_added_while_queries_run(world, on_ray):
         assert again.shards == sharded.shards
 
 
+@pytest.mark.ray
+def test_actors_open_their_shards_from_lance(world, cluster, tmp_path):
+    pytest.importorskip("lance", reason="needs the extra store")
+    from cdr_kernel.lance_shards import LanceHome
+
+    store, items, query, _ = world
+    home = LanceHome(f"file://{tmp_path}/lance", cache=str(tmp_path / "cache"))
+    partition(store, home, shards=3)
+    with ray_shards.open_on_ray(home, replicas=2, num_cpus=0.1, timeout=60.0) as sharded:
+        retriever = ShardedRetriever(sharded)
+        for session in (spec(items), calibrated(items)):
+            same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
+        more = facts(np.random.default_rng(1), 9, 800)
+        for each in (store, sharded):
+            each.add(**more)
+        sharded.save()
+        assert all(group.base == group.version for group in sharded.groups)
+        for shard in range(3):
+            for replica in range(2):
+                restarted(sharded, shard, replica)
+        for session in (spec(items), calibrated(items)):
+            same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
+    with ShardedStore.open(home) as again:
+        assert again.ids == store.ids
+
+
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"cdr-kernel\[ray\]"):
