@@ -54,7 +54,7 @@ class Asked:
     columns: Columns
     scored: slice
     feedback: Feedback | None
-    added: Added | None = None
+    added: Added | Given | None = None
 
     def at(self, gate: float) -> Asked:
         """The same with another gate."""
@@ -74,11 +74,12 @@ class Asked:
         keeps from window to window; None in mode "spec"."""
         if self.added is None:
             return None
+        assert isinstance(self.added, Added)
         asked = self.columns.query.tobytes() + self.columns.gate.tobytes()
         return self.added.kept("values", rows, lambda: self._values(rows), asked)
 
     def _values(self, rows: Int64) -> Float64:
-        assert self.added is not None
+        assert isinstance(self.added, Added)
         columns = replace(self.columns, addend=_addend(rows, self.added.made(rows)))
         return _C.column_values(self.added.view.blocks, self.added.view.squared_norms, columns.compiled, rows)
 
@@ -346,6 +347,17 @@ class Added:
             found = _of_documents(self.evidence, self.parts.source_weight, self.retriever, self.view)
             self.retriever.evidence.put(key, found, found[0].nbytes + found[1].nbytes)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What was `Added` elsewhere to the rows that are asked for, [M, S]."""
+
+    values: Float64
+
+    def of(self, rows: Int64) -> Float64:
+        """See `Added`."""
+        return self.values
 
 
 def _addend(rows: Int64, added: Float64) -> Addend:

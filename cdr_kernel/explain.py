@@ -18,7 +18,7 @@ from cdr_kernel.arrays import as_vector
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.pack import count_tokens_default
-from cdr_kernel.rank import Multiplier
+from cdr_kernel.rank import Multiplier, Ranks
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import Fact
@@ -170,7 +170,7 @@ class Explanation:
 
 def explain(
     query: Any,
-    retriever: Retriever,
+    retriever: Retriever | Ranks,
     session: Session,
     fact_id: str,
     *,
@@ -184,26 +184,31 @@ def explain(
 
     query, multiplier: as in `cdr_rank`; max_facts, token_budget, count_tokens, pack: as in `pack_facts`, None for no
     limit. Ranks again, once and once more for every covered sub-query; changes nothing. Ask before the session is
-    updated, or ask a `session.snapshot()` of that moment.
+    updated, or ask a `session.snapshot()` of that moment. Over shards the explanation is that of one store with all the
+    facts; ShardsMissing where one does not answer.
 
     KeyError for a fact that is not in the store; raises what `cdr_rank` and `pack_facts` raise.
     """
     if not isinstance(fact_id, str):
         raise TypeError(f"fact_id: expected a str, got {type(fact_id).__name__}")
-    if not isinstance(retriever, Retriever):
+    if not isinstance(retriever, Retriever) and not hasattr(retriever, "question"):
         raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
     room = Room(UNLIMITED if token_budget is None else token_budget, max_facts, count_tokens, pack)
     for _ in range(_ATTEMPTS):
-        view, state = retriever.store.view(), session.state
-        question = Question(query, retriever, session.supposing(state), state, view, fact_id, multiplier)
+        state = session.state
+        asks = query, retriever, session.supposing(state), state
         with contextlib.suppress(StoreChanged):
+            if isinstance(retriever, Retriever):
+                question = Question(*asks, retriever.store.view(), fact_id, multiplier)
+            else:
+                question = retriever.question(query, *asks[2:], fact_id, multiplier)
             return _explained(question, room)
     raise RuntimeError("the store keeps changing: a ranking and its explanation need one version")
 
 
 def explain_vectors(
     query: Any,
-    retriever: Retriever,
+    retriever: Retriever | Ranks,
     fact_id: str,
     *,
     coverage: Any = None,

@@ -297,6 +297,16 @@ class Shard:
         self._retriever.prepare()
         return len(view)
 
+    def copied(self, view: StoreView, ids: tuple[str, ...]) -> dict[str, Any]:
+        """Those of these facts that are here, as another store adds them."""
+        return facts_in(view, rows_of(view, ids))
+
+    def added(self, view: StoreView, ask: Ask, ids: tuple[str, ...]) -> Float64:
+        """What words and documents add to the columns of these facts, [M, S], in the calibrated mode."""
+        added = self._asked(ask, self._known(ask).session, view).added
+        assert added is not None
+        return added.of(rows_of(view, ids))
+
     # and of the facts of which a filter holds: where, the last argument, is of this shard's facts as `select` takes it
 
     def moments(self, view: StoreView, where: Where | None = None) -> Sums:

@@ -13,13 +13,14 @@ be reached in time the ranking says ``complete=False`` and which one. `ray_shard
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -31,10 +32,10 @@ from cdr_kernel.attributes import Where, where_key
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
-from cdr_kernel.evidence import Asked, Evidence, Terms, asked, gate_key, gathered, lower_gate, task_of
+from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
-from cdr_kernel.rank import Multiplier, Ranking, check_named
+from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, check_named
 from cdr_kernel.score import best_first
 from cdr_kernel.session import Session
 from cdr_kernel.shard import (
@@ -50,6 +51,7 @@ from cdr_kernel.shard import (
 from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
 from cdr_kernel.store import EmbeddingModelMismatch, Fact
 from cdr_kernel.task import SessionState
+from cdr_kernel.whatif import Question, StoreChanged
 
 __all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]
 
@@ -88,15 +90,20 @@ class _Window:
             self.selection = where_key(where, self.snapshot.facts, b"")
             self.where = (lambda group: where) if isinstance(where, Mapping) else self.spread(np.asarray(where))
 
-    def spread(self, values: NDArray[Any]) -> Callable[[Group], Any]:
-        """What belongs to each shard of values [facts] in the order of ids; with a shard missing nobody knows that,
-        and all are given up."""
+    def sequences(self) -> dict[str, Int64]:
+        """Sequence numbers of all facts by shard."""
         cache = self.snapshot.cache
         numbers: dict[str, Int64] | None = cache.get("sequences")
         if numbers is None:
             numbers = self.ask("sequences", lambda group: lambda slot, full: ())
             if not self.missing:
                 cache["sequences"] = numbers
+        return numbers
+
+    def spread(self, values: NDArray[Any]) -> Callable[[Group], Any]:
+        """What belongs to each shard of values [facts] in the order of ids; with a shard missing nobody knows that,
+        and all are given up."""
+        numbers = self.sequences()
         if self.missing:
             self.missing.update(group.name for group in self.snapshot.groups)
             return lambda group: None
@@ -264,6 +271,30 @@ class ShardedRetriever:
         for state in states:
             if state.guard is not None:
                 state.guard.overlap_rows(self._no_tokens)  # raises where its tokenizer or key is another
+        each, answers = self._answers(window, queries, sessions, states, k, multiplier)
+        while True:
+            chosen = [merged([answer[i] for answer in answers.values()], k) for i in range(len(sessions))]
+            facts = self._facts(window, answers, chosen)
+            if facts is not None:
+                break
+            answers = {name: answer for name, answer in answers.items() if name not in window.missing}
+        if window.missing and not self.partial:
+            raise ShardsMissing(window.missing)
+        return [
+            _ranking(window, session, state, of[0], merge, facts, k)
+            for session, state, of, merge in zip(sessions, states, each, chosen, strict=True)
+        ]
+
+    def _answers(
+        self,
+        window: _Window,
+        queries: Sequence[Any],
+        sessions: Sequence[Session],
+        states: Sequence[SessionState],
+        k: int | None,
+        multiplier: Multiplier | None,
+    ) -> tuple[list[_Of], dict[str, list[Answer]]]:
+        """What each session asks, with a gate that enough facts pass, and what each shard answers."""
         each = [self._asked(*of, window) for of in zip(queries, sessions, states, strict=True)]
         factors = self._multipliers(multiplier, window)
         whole = k is not None and k * len(window.snapshot.groups) * len(sessions) <= _WHOLE
@@ -285,18 +316,58 @@ class ShardedRetriever:
         if any(new is not old for new, old in zip(lowered, each, strict=True)):
             each[:] = lowered
             answers = window.ask("rank", arguments, lambda value: _valid(value, k, digests))
-        while True:
-            chosen = [merged([answer[i] for answer in answers.values()], k) for i in range(len(sessions))]
-            facts = self._facts(window, answers, chosen)
-            if facts is not None:
-                break
-            answers = {name: answer for name, answer in answers.items() if name not in window.missing}
-        if window.missing and not self.partial:
-            raise ShardsMissing(window.missing)
-        return [
-            _ranking(window, session, state, of[0], merge, facts, k)
-            for session, state, of, merge in zip(sessions, states, each, chosen, strict=True)
-        ]
+        return each, answers
+
+    def question(
+        self, query: Any, session: Session, state: SessionState, fact_id: str, multiplier: Multiplier | None
+    ) -> Question:
+        """What `explain` asks of one fact: see `whatif.Question`. Raises ShardsMissing where one does not answer."""
+        snapshot = self.store.snapshot()
+        window = self._window(snapshot)
+        with _changed():
+            parts = window.ask("copied", lambda group: lambda slot, full: ((fact_id,),))
+        _all_there(window)
+        fact, there = self.store.empty(), ""
+        for name, part in parts.items():
+            if part["ids"]:
+                fact.add(**part)
+                there = name
+        return _Elsewhere(query, self, session, state, fact.view(), fact_id, multiplier, snapshot, there)
+
+    def asked(self, question: _Elsewhere) -> Asked:
+        """What is asked, with what is added to the row of the fact."""
+        window, session, state = self._window(question.snapshot), question.session, question.state
+        with _changed():
+            (of,), _ = self._answers(window, [question.query], [session], [state], 0, None)
+            _all_there(window)
+            if of[1] is None:
+                return of[0]
+
+            def arguments(group: Group) -> Callable[[Slot, bool], tuple[Any, ...]]:
+                return lambda slot, full: (self._ask(slot, full, session, state, of, None), (question.fact_id,))
+
+            added = window.ask("added", arguments, groups=[question.shard])
+        _all_there(window)
+        return replace(of[0], added=Given(added[question.shard]))
+
+    def factor(self, question: _Elsewhere) -> float:
+        """The fact's multiplier."""
+        values = question.multiplier
+        if values is None:
+            return 1.0
+        if isinstance(values, Mapping):
+            return float(values.get(question.fact_id, 1.0))
+        given = factor(as_array(values, 1, "multiplier"), question.snapshot.facts, "multiplier")
+        assert given is not None
+        window = self._window(question.snapshot)
+        with _changed():
+            numbers = window.sequences()
+        _all_there(window)
+        every = np.sort(np.concatenate(list(numbers.values())))
+        return float(given[np.searchsorted(every, question.view.sequence[question.row()])])
+
+    def _window(self, snapshot: Snapshot) -> _Window:
+        return _Window(self.store, snapshot, time.monotonic() + self.store.limits.timeout)
 
     @cached_property
     def _no_tokens(self) -> TokenRows:
@@ -453,6 +524,44 @@ class ShardedRetriever:
         if len(parts) < len(numbers):
             return None
         return {fact.sequence: fact for part in parts.values() for fact in part}
+
+
+@dataclass(frozen=True)
+class _Elsewhere(Question):
+    """A question of a fact in one of the shards, of which the view has a copy."""
+
+    snapshot: Snapshot
+    shard: str
+
+    def ranking(self) -> Ranking:
+        self.row()
+        made = cdr_rank(self.query, self.retriever, self.session, multiplier=self.multiplier)
+        if made.store_version != self.snapshot.version:
+            raise StoreChanged
+        if not made.complete:
+            raise ShardsMissing(made.missing_shards)
+        return made
+
+    def asked(self) -> Asked:
+        asked: Asked = self.retriever.asked(self)
+        return asked
+
+    def factor(self) -> float:
+        return float(self.retriever.factor(self))
+
+
+@contextlib.contextmanager
+def _changed() -> Iterator[None]:
+    """StoreChanged in place of Superseded."""
+    try:
+        yield
+    except Superseded:
+        raise StoreChanged from None
+
+
+def _all_there(window: _Window) -> None:
+    if window.missing:
+        raise ShardsMissing(window.missing)
 
 
 @dataclass(frozen=True, eq=False)

@@ -241,6 +241,10 @@ class ShardedStore:
             pool=pool,
         )
 
+    def empty(self) -> FactStore:
+        """A store in memory without facts, of the same dimension, model, dtype, tokenizer and hash key."""
+        return self._like.empty()
+
     @property
     def dim(self) -> int:
         """D."""

@@ -20,7 +20,6 @@ from cdr_kernel.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
 from cdr_kernel.pack import pack_facts, turns
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
-from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.store import StoreView
@@ -143,10 +142,13 @@ class Room:
 
 @dataclass(frozen=True)
 class Question:
-    """One fact, and what a session asks of a version of the store."""
+    """One fact, and what a session asks of a version of the store.
+
+    retriever: a `Retriever`, or what facts elsewhere are ranked by; the view then has the fact alone (see `sharded`).
+    """
 
     query: Any
-    retriever: Retriever
+    retriever: Any
     session: Session
     state: SessionState
     view: StoreView
@@ -169,6 +171,11 @@ class Question:
         if made.store_version != self.view.version:
             raise StoreChanged
         return made
+
+    def factor(self) -> float:
+        """The fact's multiplier."""
+        factors = multipliers(self.multiplier, self.view)
+        return 1.0 if factors is None else float(factors[self.row()])
 
     def asked(self) -> Asked:
         made = ask(self.query, self.retriever, self.session, self.state, self.view)
@@ -298,8 +305,7 @@ class WhatIf:
         packed = id in question.state.packed
         self.penalty = 1.0 - parts.packed_penalty if parts is not None and packed else 1.0
         self.importance = self.fact.importance
-        factors = multipliers(question.multiplier, view)
-        self.multiplier = 1.0 if factors is None else float(factors[self._row[0]])
+        self.multiplier = question.factor()
         guard = question.state.guard
         self.overlap = 0 if guard is None else int(guard.overlap_rows(view.tokens, self._row)[0])
         self._tokens = int(room.count_tokens(self.fact.text))

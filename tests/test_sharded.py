@@ -25,6 +25,7 @@ from cdr_kernel import (
     WindowReport,
     calls,
     cdr_rank,
+    explain,
     pack_facts,
     rank_many,
     run_windows,
@@ -33,6 +34,7 @@ from cdr_kernel import (
 from cdr_kernel import partition as partition_module
 from cdr_kernel import sharded as sharded_module
 from cdr_kernel.calls import Limits, ReplicaLost
+from cdr_kernel.explain import explain_vectors
 from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, owners, partition
 from cdr_kernel.shard import ARRAYS, Answer, Change, Reply, Request, Shard
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
@@ -675,6 +677,75 @@ def test_rankings_go_on_while_facts_and_shards_come_and_go(world, tmp_path):
                 future.result()
     assert len({version for version, _ in seen}) > 3
     assert all(versions[version] == result for version, result in seen)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shards=st.integers(1, 5),
+    keywords=st.one_of(SPEC, CALIBRATED),
+    factors=st.sampled_from([None, "mapping", "array"]),
+    room=st.sampled_from([{}, {"max_facts": 4}, {"token_budget": 60, "max_facts": 9}]),
+)
+def test_an_explanation_is_that_of_one_store(seed, shards, keywords, factors, room):
+    r = np.random.default_rng(seed)
+    store, items, query = store_of(r, 40), items_of(r), r.standard_normal(DIM) + 0.5
+    session = session_of(items, keywords)
+    with ShardedStore.split(store, shards=shards) as sharded, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few facts reach the gate
+        here, elsewhere = Retriever(store), ShardedRetriever(sharded)
+        multiplier = {
+            None: None,
+            "mapping": dict.fromkeys(store.ids[::3], 0.5),
+            "array": r.choice([0.0, 0.5, 1.0], len(store)),
+        }[factors]
+        for _ in range(2):
+            ranking = cdr_rank(query, here, session, multiplier=multiplier)
+            for id in {*ranking.ids[:1], *ranking.ids[6:7], *(str(id) for id in r.choice(store.ids, 2))}:
+                truth = explain(query, here, session, id, multiplier=multiplier, **room)
+                found = explain(query, elsewhere, session, id, multiplier=multiplier, **room)
+                assert found.as_dict() == truth.as_dict()
+                assert found.fact == truth.fact
+                assert str(found) == str(truth)
+            written(session, ranking)
+
+
+def test_an_explanation_needs_all_shards_and_the_fact(world, faulty, clock):
+    store, items, query = world
+    retriever = ShardedRetriever(faulty)
+    with pytest.raises(KeyError, match="fact_id: 'nothing' is not in the store"):
+        explain(query, retriever, spec(items), "nothing")
+    with pytest.raises(TypeError, match="fact_id"):
+        explain(query, retriever, spec(items), 3)
+    truth = explain_vectors(query, Retriever(store), "f3", coverage=[query], depth_weights=[0.5])
+    found = explain_vectors(query, retriever, "f3", coverage=[query], depth_weights=[0.5])
+    assert found.as_dict() == truth.as_dict()
+    changed = [1]
+
+    def change(request):  # between two questions of one explanation
+        if changed and request.method == "rank":
+            changed.pop()
+            faulty.remove(["f5"])
+
+    replicas(faulty, 0)[0].before = replicas(faulty, 0)[1].before = change
+    store.remove(["f5"])
+    assert explain(query, retriever, spec(items), "f3").as_dict() == (
+        explain(query, Retriever(store), spec(items), "f3").as_dict()
+    )
+    assert not changed
+    for method in ("copied", "rank", "added"):
+        for replica in replicas(faulty, 0) + replicas(faulty, 1) + replicas(faulty, 2):
+            replica.before = fails(0)
+
+        def before(request, method=method):
+            if request.method == method:
+                raise ReplicaLost
+
+        shard = next(i for i, group in enumerate(faulty.groups) if group.name == faulty._find(["f3"])["f3"])
+        for replica in replicas(faulty, shard):
+            replica.before = before
+        with pytest.raises(ShardsMissing, match=f"shard-{shard}"):
+            explain(query, retriever, calibrated(items), "f3")
 
 
 def test_what_does_not_fit_is_refused_as_by_one_store(world):
