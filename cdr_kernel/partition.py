@@ -118,16 +118,46 @@ def placed(view: StoreView, names: Sequence[str], by: str) -> Iterator[tuple[Int
         yield rows, owners(keys_of(ids, sources, by), names)
 
 
-def parts_of(store: FactStore, names: Sequence[str], by: str) -> Iterator[tuple[str, FactStore]]:
-    """(name, store of its facts), one after the other."""
-    view = store.view()
-    owner = np.full(view.rows, -1, np.int16)
-    for rows, positions in placed(view, names, by):
-        owner[rows] = positions
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Facts of several places, each as `facts_in` gives them, as one, in the order of their sequence numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    order = np.argsort(np.concatenate([part["sequence"] for part in parts]))
+
+    def column(each: Sequence[Sequence[Any]]) -> list[Any]:
+        values = [value for some in each for value in some]
+        return [values[i] for i in order.tolist()]
+
+    out: dict[str, Any] = {}
+    for name, first in parts[0].items():
+        if isinstance(first, np.ndarray):
+            out[name] = np.concatenate([part[name] for part in parts])[order]
+        elif name != "attributes":
+            out[name] = column([part[name] for part in parts])
+    further = sorted({name for part in parts for name in part["attributes"]})
+    out["attributes"] = {
+        name: column([part["attributes"].get(name, [None] * len(part["ids"])) for part in parts]) for name in further
+    }
+    return out
+
+
+def parts_of(
+    views: Sequence[StoreView], like: FactStore, names: Sequence[str], by: str
+) -> Iterator[tuple[str, FactStore]]:
+    """(name, store of its facts), one after the other, of the facts in these views; like: makes the stores."""
+    owner = [np.full(view.rows, -1, np.int16) for view in views]
+    for view, each in zip(views, owner, strict=True):
+        for rows, positions in placed(view, names, by):
+            each[rows] = positions
     for i, name in enumerate(names):
-        part, rows = store.empty(), np.flatnonzero(owner == i)
-        for start in range(0, len(rows), CHUNK):
-            part.add(**facts_in(view, rows[start : start + CHUNK]))
+        part, found = like.empty(), [np.flatnonzero(each == i) for each in owner]
+        numbers = np.concatenate([view.sequence[rows] for view, rows in zip(views, found, strict=True)])
+        home = np.repeat(np.arange(len(views)), [len(rows) for rows in found])
+        order, every = np.argsort(numbers), np.concatenate(found)
+        for start in range(0, len(order), CHUNK):
+            some = order[start : start + CHUNK]
+            here = [(j, every[some[home[some] == j]]) for j in np.unique(home[some]).tolist()]
+            part.add(**joined([facts_in(views[j], rows) for j, rows in here]))
         yield name, part
 
 
@@ -148,7 +178,7 @@ def check_shards(shards: int) -> int:
 
 
 def partition(
-    store: FactStore | str | os.PathLike[str],
+    store: FactStore | str | os.PathLike[str] | Home,
     home: str | os.PathLike[str] | Home,
     *,
     shards: int,
@@ -158,19 +188,35 @@ def partition(
 ) -> None:
     """Write a store, or the one saved in a folder, as so many shards into the folder `home`, or a `LanceHome`.
 
-    store: ``facts`` of a durable one too. by: "source" keeps all facts of one source in one shard, which
-    `source_weight` of the calibrated mode needs; "id" spreads them evenly. tokenizer, hash_key: of a saved store, as in
-    ``FactStore.load``. One shard at a time is in memory. What is in `home` is replaced as ``FactStore.save`` does it:
-    whoever opens it finds the old shards or the new ones. Raises ValueError and TypeError for bad arguments, and what
-    ``FactStore.load`` raises.
+    store: ``facts`` of a durable one too, or another partition, for fewer shards or another `by`. by: "source" keeps
+    all facts of one source in one shard, which `source_weight` of the calibrated mode needs; "id" spreads them evenly.
+    tokenizer, hash_key: of what was saved, as in ``FactStore.load``. One new shard at a time is in memory. What is in
+    `home` is replaced as ``FactStore.save`` does it: whoever opens it finds the old shards or the new ones. Raises
+    ValueError and TypeError for bad arguments, and what ``FactStore.load`` and `open_shard` raise.
     """
     names, by = shard_names(check_shards(shards)), check_by(by)
-    if not isinstance(store, FactStore):
-        store = FactStore.load(store, tokenizer=tokenizer, hash_key=hash_key)
-
-    kinds = store.view().attribute_types
-    fields = manifest_fields(store, dict.fromkeys(names, 0), by, facts=len(store), version=0, kinds=kinds)
-    home_of(home).save(fields, lambda to: {name: to[name](part) for name, part in parts_of(store, names, by)})
+    hasher: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}
+    if isinstance(store, str | os.PathLike) and not (Path(store) / KIND.file).exists():
+        store = FactStore.load(store, **hasher)
+    if isinstance(store, FactStore):
+        like, views = store, [store.view()]
+        kinds, version, following = views[0].attribute_types, 0, store.next_sequence
+    else:
+        source = home_of(store)
+        manifest = source.manifest()
+        like, version, following = empty_store(manifest, **hasher), manifest["store_version"], manifest["next_sequence"]
+        views = [source.open(name, **hasher)[0].view() for name in manifest["shards"]]
+        kinds = kinds_in(manifest) or {name: kind for view in views for name, kind in view.attribute_types.items()}
+    fields = manifest_fields(
+        like,
+        dict.fromkeys(names, 0),
+        by,
+        facts=sum(map(len, views)),
+        version=version,
+        kinds=kinds,
+        next_sequence=following,
+    )
+    home_of(home).save(fields, lambda to: {name: to[name](part) for name, part in parts_of(views, like, names, by)})
 
 
 def save_part(part: FactStore, path: Path) -> None:
@@ -219,7 +265,7 @@ def manifest_fields(
     facts: int,
     version: int,
     kinds: Mapping[str, type],
-    next_sequence: int | None = None,
+    next_sequence: int,
 ) -> dict[str, Any]:
     """What a partition says of itself. versions: of the shards by name; kinds: types of the further columns."""
     return {
@@ -228,7 +274,7 @@ def manifest_fields(
         "dtype": like.dtype.name,
         "embedding_model": like.embedding_model,
         "facts": facts,
-        "next_sequence": like.next_sequence if next_sequence is None else next_sequence,
+        "next_sequence": next_sequence,
         "store_version": version,
         "shards": dict(versions),
         "attributes": {name: kind.__name__ for name, kind in kinds.items()},

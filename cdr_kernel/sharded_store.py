@@ -30,6 +30,7 @@ from cdr_kernel.partition import (
     empty_store,
     facts_in,
     home_of,
+    joined,
     keys_of,
     kinds_in,
     manifest_fields,
@@ -43,7 +44,6 @@ from cdr_kernel.shard import Change, Reply, Request, Shard
 from cdr_kernel.store import Added, Fact, FactStore
 
 _ATTEMPTS = 100
-_ATTRIBUTE = "attribute "
 
 
 class ShardsMissing(TimeoutError):
@@ -156,7 +156,7 @@ class ShardedStore:
         limits = Limits(timeout, hedge_after, max_in_flight)
         names = shard_names(check_shards(shards))
         view = store.view()
-        ready = {name: Shard(part) for name, part in parts_of(store, names, check_by(by))}
+        ready = {name: Shard(part) for name, part in parts_of([view], store, names, check_by(by))}
         pool = _threads(len(names))
 
         def start(name: str) -> list[Replica]:
@@ -506,21 +506,7 @@ class ShardedStore:
             some = np.intersect1d(here, numbers)
             if len(some):
                 parts.append(self._ask_one(group, version, "take", (some,)))
-        order = np.argsort(np.concatenate([part["sequence"] for part in parts]))
-        out: dict[str, Any] = {}
-        names = sorted({name for part in parts for name in part["attributes"]})
-        for part in parts:
-            none = [None] * len(part["ids"])
-            part.update({_ATTRIBUTE + name: part["attributes"].get(name, none) for name in names})
-            del part["attributes"]
-        for name in parts[0]:
-            if isinstance(parts[0][name], np.ndarray):
-                out[name] = np.concatenate([part[name] for part in parts])[order]
-            else:
-                values = [value for part in parts for value in part[name]]
-                out[name] = [values[i] for i in order.tolist()]
-        out["attributes"] = {name: out.pop(_ATTRIBUTE + name) for name in names}
-        return out
+        return joined(parts)
 
     def _commit(self, changes: Mapping[str, Change], more: int, *, added: Sequence[Group] = (), step: int = 1) -> None:
         """Decide on these changes and tell all replicas; those that do not hear of it in time are told later."""

@@ -821,6 +821,34 @@ def test_a_partition_goes_into_no_folder_of_others(world, tmp_path):
         partition(store, tmp_path / "new", shards=2)
 
 
+@pytest.mark.parametrize(("shards", "by"), [(1, "source"), (2, "id"), (7, "source")])
+def test_a_partition_of_a_partition(world, tmp_path, shards, by):
+    store, items, query = world
+    partition(store, tmp_path / "p", shards=4)
+    with ShardedStore.open(tmp_path / "p") as sharded:
+        more = facts(np.random.default_rng(1), 30, 500)
+        for each in (store, sharded):
+            each.add(**more)
+            each.remove(["f7", "f529"])
+            each.compact()
+        sharded.save()
+        version = sharded.version
+    partition(tmp_path / "p", tmp_path / "q", shards=shards, by=by)
+    partition(store, tmp_path / "whole", shards=shards, by=by)
+    with ShardedStore.open(tmp_path / "q") as sharded, ShardedStore.open(tmp_path / "whole") as whole:
+        assert (len(sharded.shards), sharded.by, sharded.version) == (shards, by, version)
+        assert sharded.get(sharded.ids) == store.get(store.ids)
+        assert sharded.attribute_types == store.view().attribute_types
+        for group, other in zip(sharded.groups, whole.groups, strict=True):
+            parts = [each.slots[0].replica._shard.store for each in (group, other)]
+            assert parts[0].ids == parts[1].ids
+        for session in (spec(items), calibrated(items)):
+            same(cdr_rank(query, ShardedRetriever(sharded), session), cdr_rank(query, Retriever(store), session))
+        for each in (sharded, store):
+            each.add(["new"], ["x"], [query])
+        assert sharded.get(["new"]) == store.get(["new"])
+
+
 def test_a_damaged_partition_is_refused(world, tmp_path):
     store, _, _ = world
     with pytest.raises(FileNotFoundError, match="partition"):
