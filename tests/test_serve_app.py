@@ -24,9 +24,11 @@ from serving import (
     update,
     write_keys,
 )
+from starlette.testclient import TestClient
 
 from cdr_kernel import Retriever, WindowReport, cdr_rank, cdr_score, crp_headers, pack_facts
 from cdr_kernel.columns import Columns
+from cdr_kernel.serve import Settings, create_app
 
 msgspec = pytest.importorskip("msgspec")
 
@@ -645,3 +647,15 @@ def test_the_blacklist_travels_with_a_token(client):
     again = client.post(f"/v1/sessions/{sid}/update", json=update(), headers={"Idempotency-Key": "once"})
     assert again.headers["idempotency-replayed"] == "true"
     assert client.get(f"/v1/sessions/{sid}").json()["window_count"] == 1
+
+
+def test_under_a_prefix(tmp_path):
+    make_store().save(tmp_path / "s")
+    settings = Settings(store=tmp_path / "s", access_log=False)
+    with TestClient(create_app(settings), root_path="/under") as client:
+        until = time.monotonic() + 30.0
+        while client.get("/under/readyz").status_code != 200:
+            assert time.monotonic() < until
+        for path in ("/under/v1/sessions", "/v1/sessions"):  # a proxy leaves the prefix there, or takes it away
+            answer = client.post(path, json=new_session())
+            assert answer.status_code == 200, answer.text

@@ -79,7 +79,8 @@ class Door:
         service.accepted += 1
         service.metrics.in_flight.inc()
         try:
-            if scope["path"] == "/v1" or scope["path"].startswith("/v1/"):
+            path = scope["path"].removeprefix(scope.get("root_path", ""))  # a proxy may have put it under a prefix
+            if path == "/v1" or path.startswith("/v1/"):
                 try:
                     tenant = self._admitted(headers.get(b"authorization"))
                 except Refusal as refusal:
