@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import serving  # skips without the serve extras
@@ -83,3 +86,71 @@ def test_a_wrong_request_is_refused(service):
 def test_settings_are_checked(tmp_path, keywords, message):
     with pytest.raises(ValueError, match=message):
         deployment(Settings(store=tmp_path), **keywords)
+
+
+@pytest.fixture
+def scaled(service, tmp_path):
+    """A second application with up to two replicas, which share sessions in Redis."""
+    pytest.importorskip("redis", reason="needs the redis extra")
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server (apt-get install redis-server)")
+    from ray import serve
+    from test_serve_redis import Server
+
+    port, store = service
+    store.save(tmp_path / "store")
+    redis = Server(tmp_path)
+    try:
+        settings = Settings(store=tmp_path / "store", access_log=False, redis=redis.url, token_key=b"k" * 32)
+        app = deployment(settings, max_replicas=2, target_requests=1.0, num_cpus=0.5, name="scaled")
+        serve.run(app, name="scaled", route_prefix="/scaled")
+        yield port, store
+        serve.delete("scaled")
+    finally:
+        redis.stop()
+
+
+def running(name):
+    """Replicas of an application that run."""
+    from ray import serve
+
+    return serve.status().applications[name].deployments[name].replica_states.get("RUNNING", 0)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_replicas_are_added_under_load_and_share_sessions(scaled):
+    port, store = scaled
+    until = time.monotonic() + 60.0
+    while asked(port, "GET", "/scaled/readyz")[0] != 200:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert running("scaled") == 1
+    truth = cdr_rank(serving.query(), Retriever(store), serving.same_session(), k=5)
+    ids = []
+    for _ in range(12):
+        status, session = asked(port, "POST", "/scaled/v1/sessions", serving.new_session())
+        assert status == 200, session
+        ids.append(session["id"])
+    stop = threading.Event()
+
+    def load(id):
+        count = 0
+        while not stop.is_set():
+            status, ranked = asked(port, "POST", f"/scaled/v1/sessions/{id}/rank", serving.rank())
+            assert status == 200, ranked
+            assert [fact["score"] for fact in ranked["facts"]] == truth.score.tolist()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(len(ids)) as pool:
+        counts = [pool.submit(load, id) for id in ids]
+        try:
+            until = time.monotonic() + 240.0
+            while running("scaled") < 2:
+                assert time.monotonic() < until, "no second replica came"
+                time.sleep(0.5)
+            time.sleep(5.0)  # both answer now, about sessions that were opened by one
+        finally:
+            stop.set()
+        assert all(count.result() > 0 for count in counts)
