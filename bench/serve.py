@@ -2,9 +2,9 @@
 
 64 sessions go window by window through rank and update, and start again with another query after five. Capacity: as
 many requests at once as there are sessions, each as soon as the last one is answered. Overload: requests at four times
-the rate that capacity had, whether answered or not. Everything is bounded by --requests; the server is a process of its
-own. Before anything is timed, every session's first ranking is compared with `cdr_rank` in this process, to the last
-bit.
+the rate that capacity had, whether answered or not, over connections that are open and over ones that are opened then.
+Everything is bounded by --requests; the server is a process of its own. Before anything is timed, every session's first
+ranking is compared with `cdr_rank` in this process, to the last bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ MODEL = "bench"
 WINDOWS = 5
 OVERLOAD = 4
 CONNECTIONS = 512
-"""Open before the overload begins, as those of a gateway are; more are opened where all are busy."""
+"""Open before the overload begins, as those of a gateway are; more are opened where all are busy. A second overload
+begins with none, as when clients come from elsewhere all at once."""
 RESIDUAL = 8
 START_S = 600
 OUTPUT = "the cluster network gives every pod an address and routes packets between the nodes of the cluster "
@@ -145,11 +146,13 @@ class Load:
 
 @dataclass
 class Seen:
-    """What came back. ms: of answers with 200, by kind. statuses: how often each; "lost": no answer."""
+    """What came back. ms: of answers with 200, by kind. statuses: how often each; "lost": no answer. opened: how many
+    connections were opened meanwhile."""
 
     ms: dict[str, list[float]] = field(default_factory=dict)
     statuses: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    opened: int = 0
 
     def add(self, kind: str, status: int, ms: float) -> None:
         """An answer."""
@@ -206,16 +209,23 @@ async def at_capacity(load: Load, port: int, requests: int, until: asyncio.Event
     return seen
 
 
-async def overloaded(load: Load, port: int, rate: float, requests: int) -> Seen:
-    """So many requests a second, whatever comes back; requests of one session may then overtake each other."""
-    seen, idle = Seen(), [Connection(port) for _ in range(CONNECTIONS)]
+async def overloaded(load: Load, port: int, rate: float, requests: int, connections: int) -> Seen:
+    """So many requests a second, whatever comes back; requests of one session may then overtake each other.
+
+    connections: that are open when it begins. What opening others takes counts as theirs.
+    """
+    seen, idle = Seen(), [Connection(port) for _ in range(connections)]
     for connection in idle:
         await connection.open()
     steps = [load.steps(i) for i in range(len(load.ids))]
     tasks: set[asyncio.Task[None]] = set()
 
     async def send(i: int) -> None:
-        connection = idle.pop() if idle else Connection(port)
+        if idle:
+            connection = idle.pop()
+        else:
+            connection = Connection(port)
+            seen.opened += 1
         kind, sent = next(steps[i])
         await _timed(connection, kind, sent, seen)
         idle.append(connection)
@@ -316,16 +326,19 @@ async def measure(load: Load, server: Server, options: argparse.Namespace) -> di
     calm = [await at_capacity(load, server.port, options.requests) for _ in range(options.runs)]
     after, cpu = server.rss(), server.cpu_s() - cpu
     busy: list[Seen] = []
+    opening: list[Seen] = []
     for run in range(options.runs):
         rate = OVERLOAD * calm[run].rps
-        busy.append(await overloaded(load, server.port, rate, options.requests))
-        say(f"  run {run + 1}: {calm[run].rps:.0f}/s, {busy[run].statuses}")
-        await asyncio.sleep(1.0)
+        for runs, connections in ((busy, CONNECTIONS), (opening, 0)):
+            runs.append(await overloaded(load, server.port, rate, options.requests, connections))
+            seen = runs[run]
+            say(f"  run {run + 1}: {calm[run].rps:.0f}/s, {dict(seen.statuses)}, {seen.opened} connections opened")
+            await asyncio.sleep(1.0)
 
     def middle(values: list[float], digits: int = 3) -> float:
         return round(median(values), digits)
 
-    p99, p99_overload = (middle([seen.quantile(99) for seen in runs]) for runs in (calm, busy))
+    p99, p99_overload, p99_opening = (middle([seen.quantile(99) for seen in runs]) for runs in (calm, busy, opening))
     return {
         "p50_ms": middle([seen.quantile(50) for seen in calm]),
         "p99_ms": p99,
@@ -333,7 +346,7 @@ async def measure(load: Load, server: Server, options: argparse.Namespace) -> di
         "p99_rank_ms": middle([seen.quantile(99, "rank") for seen in calm]),
         "rps": middle([seen.rps for seen in calm], 1),
         "cpu_ms_per_request": round(cpu * 1e3 / (options.runs * options.requests), 3),
-        "errors": sum(seen.errors for seen in (*calm, *busy)),
+        "errors": sum(seen.errors for seen in (*calm, *busy, *opening)),
         "rejected_at_capacity": sum(seen.statuses["429"] for seen in calm),
         "rejected": sum(seen.statuses["429"] for seen in busy),
         "accepted_in_overload": sum(seen.statuses["200"] for seen in busy),
@@ -342,6 +355,8 @@ async def measure(load: Load, server: Server, options: argparse.Namespace) -> di
         ),
         "p50_overload_ms": middle([seen.quantile(50) for seen in busy]),
         "p99_overload_ms": p99_overload,
+        "p99_overload_opening_ms": p99_opening,
+        "connections_opened": middle([seen.opened for seen in opening], 0),
         "p99_overload_limit_ms": round(5 * p99 + 50, 3),
         "rss_mb": round(after / 2**20, 1),
         "rss_growth": round((after - before) / before, 4),

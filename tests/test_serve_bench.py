@@ -20,7 +20,16 @@ def test_a_small_run_has_every_number(capsys):
     assert serve.main(arguments) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["identical"] is True
-    for name in ("p50_ms", "p99_ms", "rps", "errors", "rejected", "rss_growth", "p99_overload_ms"):
+    for name in (
+        "p50_ms",
+        "p99_ms",
+        "rps",
+        "errors",
+        "rejected",
+        "rss_growth",
+        "p99_overload_ms",
+        "p99_overload_opening_ms",
+    ):
         assert told[name] == told["batched"][name]
         assert isinstance(told["unbatched"][name], int | float)
     for name in ("batched", "unbatched"):

@@ -230,6 +230,16 @@ def test_bodies_that_never_end_do_not_hold_it(store):
     assert all(isinstance(line, dict) for line in process.lines)
 
 
+def test_many_who_connect_at_once_are_answered(store):
+    process = Process(store, "--no-access-log", "--drain", "0")
+    process.event("ready")
+    asked = [Raw(process, b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") for _ in range(300)]
+    assert {each.rest()[:15] for each in asked} == {b"HTTP/1.1 200 OK"}
+    process.tell(signal.SIGTERM)
+    assert process.end() == 0
+    assert process.event("stopped")["answered"] == 300
+
+
 def test_what_is_not_done_in_time_is_lost_with_a_line_that_says_so(tmp_path):
     durable = pytest.importorskip("cdr_kernel.durable", reason="needs the store extra")
     pytest.importorskip("lance", reason="needs the store extra")
@@ -242,6 +252,8 @@ def test_what_is_not_done_in_time_is_lost_with_a_line_that_says_so(tmp_path):
         wait_until_in_flight(process, 1)
         process.tell(signal.SIGTERM)
         told = process.event("lost")
+        with pytest.raises(ConnectionRefusedError):  # all handles on the port are closed by now
+            Raw(process, b"")
     assert process.end() == 1
     assert told["operation"] == "add_facts"
     assert [line.get("status") for line in process.lines if line.get("operation") == "add_facts"] == [None, 500]

@@ -25,6 +25,9 @@ from cdr_kernel.serve.service import DRAINING, READY, Service
 from cdr_kernel.serve.settings import Settings
 
 BACKLOG = 2048
+ACCEPTS = 32
+"""Handles on the listening socket. libuv takes one connection a handle in each turn of the loop, and a turn may wait
+for the threads that rank: with one handle, those who connect in an overload wait where nobody turns them away."""
 KEEP_ALIVE_S = 65
 GRACE_S = 1.0
 """How long a body may still come once the port is closed; at most half of what stopping has."""
@@ -109,7 +112,7 @@ def run(settings: Settings) -> int:
     with _listening(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
         logs.event("listening", host=host, port=port)
-        server.run(sockets=[listener])
+        server.run(sockets=[listener, *(listener.dup() for _ in range(ACCEPTS - 1))])
     lost = service.accepted - service.completed
     if service.cut_off:
         what = "bodies that were not whole when the port had closed: answered 503, nothing was changed"
