@@ -14,6 +14,7 @@ import numpy.typing as npt
 from cdr_kernel import _C, frame
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
+from cdr_kernel.checks import few
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
@@ -454,5 +455,4 @@ def known_rows(ids: Iterable[str], view: StoreView) -> Int64:
 def check_named(unknown: Sequence[str]) -> None:
     """Raises KeyError for ids that a multiplier names and no fact has."""
     if unknown:
-        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        raise KeyError(f"multiplier: {', '.join(map(repr, unknown[:5]))}{more} not in the store")
+        raise KeyError(f"multiplier: {few(unknown)} not in the store")
