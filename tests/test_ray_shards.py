@@ -460,7 +460,7 @@ def test_actors_open_their_shards_from_lance(world, cluster, tmp_path):
     store, items, query, _ = world
     home = LanceHome(f"file://{tmp_path}/lance", cache=str(tmp_path / "cache"))
     partition(store, home, shards=3)
-    with ray_shards.open_on_ray(home, replicas=2, num_cpus=0.1, timeout=60.0) as sharded:
+    with ray_shards.open_on_ray(home, replicas=2, num_cpus=0.1, timeout=240.0) as sharded:
         retriever = ShardedRetriever(sharded)
         for session in (spec(items), calibrated(items)):
             same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
