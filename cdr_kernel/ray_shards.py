@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from cdr_kernel.calls import Limits, Replica
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard
-from cdr_kernel.sharded_store import ShardedStore
+from cdr_kernel.sharded_store import ShardedStore, devices_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -41,11 +41,20 @@ def ray_module() -> ModuleType:
 
 
 class ShardActor:
-    """What runs in the actor: one shard. tokenizer, hash_key: as in ``FactStore.load``; verify: as in `open_shard`."""
+    """What runs in the actor: one shard. tokenizer, hash_key: as in ``FactStore.load``; verify: as in `open_shard`;
+    device, device_dtype: as in `Shard`."""
 
     def __init__(
-        self, home: Home, name: str, tokenizer: Tokenizer | None, hash_key: HashKey | None, verify: bool = True
+        self,
+        home: Home,
+        name: str,
+        tokenizer: Tokenizer | None,
+        hash_key: HashKey | None,
+        verify: bool = True,
+        device: str | None = None,
+        device_dtype: str | None = None,
     ) -> None:
+        self._ranks: dict[str, Any] = {"device": device, "device_dtype": device_dtype}
         self._where = home, name
         self._how: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key, "verify": verify}
         self._lock = threading.Lock()
@@ -54,7 +63,7 @@ class ShardActor:
             self._shard = self._open()
 
     def _open(self) -> Shard:
-        return Shard(*open_shard(*self._where, **self._how))
+        return Shard(*open_shard(*self._where, **self._how), **self._ranks)
 
     def answer(self, request: Request) -> Reply:
         """See `Shard.answer`. Raises ShardDamaged as long as what is on the disk is damaged."""
@@ -113,6 +122,8 @@ def open_on_ray(
     max_in_flight: int = 8,
     num_cpus: float = 1.0,
     num_gpus: float = 0.0,
+    device: str | Mapping[str, str] | None = None,
+    device_dtype: str | None = None,
     threads: int = _THREADS,
     options: dict[str, Any] | None = None,
 ) -> ShardedStore:
@@ -120,9 +131,10 @@ def open_on_ray(
 
     home: a path that every node can read (and write, for ``save``), or a `LanceHome`. verify: whether an actor reads
     its shard whole before it answers, and compares it with its checksums. timeout, hedge_after, max_in_flight: see
-    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. threads: requests that an actor works on at a time, at
-    least 1. options: further ones for ``actor.options``. Raises ImportError without Ray, RuntimeError before
-    ``ray.init``, and what ``ShardedStore.open`` raises.
+    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. device, device_dtype: as in ``ShardedStore.open``; where
+    some shards have a device, the others reserve no GPU, and "cuda" is the one that Ray gives the actor.
+    threads: requests that an actor works on at a time, at least 1. options: further ones for ``actor.options``. Raises
+    ImportError without Ray, RuntimeError before ``ray.init``, and what ``ShardedStore.open`` raises.
     """
     ray = ray_module()
     if not ray.is_initialized():
@@ -135,16 +147,19 @@ def open_on_ray(
     manifest = manifest_of(place)
     settings: dict[str, Any] = {
         "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
         "max_concurrency": threads,
         "max_restarts": _UNLIMITED,
         "max_task_retries": 0,  # requests are asked again by `calls`, of whichever replica is there
         "scheduling_strategy": "SPREAD",
         **(options or {}),
     }
-    actor = ray.remote(ShardActor).options(**settings)
+    device_of = devices_of(device, manifest["shards"])
 
     def start(name: str) -> Sequence[Replica]:
-        return [RayReplica(lambda: actor.remote(place, name, tokenizer, hash_key, verify)) for _ in range(replicas)]
+        own = device_of(name)
+        gpus = 0.0 if own is None and device is not None else num_gpus
+        actor = ray.remote(ShardActor).options(**{"num_gpus": gpus, **settings})
+        what = place, name, tokenizer, hash_key, verify, own, device_dtype
+        return [RayReplica(lambda: actor.remote(*what)) for _ in range(replicas)]
 
     return ShardedStore.of_manifest(place, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)

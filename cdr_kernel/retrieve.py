@@ -274,6 +274,20 @@ class Retriever:
         return self._index
 
 
+def retriever_on(
+    device: str | None, store: FactStore, *, dtype: str | None = None, cache_bytes: int = CACHE_BYTES
+) -> Retriever:
+    """A retriever of kind "scan", or of kind "device" on a torch device such as "cuda"; both answer the same.
+
+    dtype: what the device holds the rows in, see `DeviceRows`. Raises what `DeviceRows` raises.
+    """
+    if device is None:
+        return Retriever(store, cache_bytes=cache_bytes)
+    from cdr_kernel.device import DeviceRows
+
+    return Retriever(store, "device", cache_bytes=cache_bytes, device_rows=DeviceRows(device, dtype=dtype))
+
+
 def _device_index(rows: DeviceRows | None) -> DeviceIndex:
     import torch
 

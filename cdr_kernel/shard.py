@@ -39,7 +39,7 @@ from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.partition import Write, facts_in, placed
 from cdr_kernel.rank import Question, Ranking, multipliers
-from cdr_kernel.retrieve import Retriever
+from cdr_kernel.retrieve import retriever_on
 from cdr_kernel.session import Session
 from cdr_kernel.store import Fact, FactStore, StoreView
 from cdr_kernel.stored import sequences_of
@@ -193,12 +193,21 @@ class _Versions:
 class Shard:
     """Some of the facts with their retriever. Threads may ask at once; changes take turns.
 
-    store: the shard's own from now on. version: how many changes led to it.
+    store: the shard's own from now on. version: how many changes led to it. device, device_dtype: where it ranks, see
+    `retriever_on`.
     """
 
-    def __init__(self, store: FactStore, version: int = 0, *, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        store: FactStore,
+        version: int = 0,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        device: str | None = None,
+        device_dtype: str | None = None,
+    ) -> None:
         self.store = store
-        self._retriever = Retriever(store, cache_bytes=cache_bytes)
+        self._retriever = retriever_on(device, store, dtype=device_dtype, cache_bytes=cache_bytes)
         self._lock = threading.Lock()
         self._versions = _Versions(version, OrderedDict({version: store.view()}))
         self._sessions: OrderedDict[str, _Known] = OrderedDict()

@@ -185,21 +185,27 @@ class ShardedStore:
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
         verify: bool = True,
+        device: str | Mapping[str, str] | None = None,
+        device_dtype: str | None = None,
         timeout: float = 600.0,
         hedge_after: float | None = None,
         max_in_flight: int = 64,
     ) -> ShardedStore:
         """The shards that `partition` or ``save`` wrote, mapped into this process.
 
-        verify: whether to read them whole first and compare them with their checksums. Raises `partition.ShardDamaged`
-        naming a shard that is not as it was written, FileNotFoundError and ValueError as ``FactStore.load``.
+        verify: whether to read them whole first and compare them with their checksums. device: a torch device such as
+        "cuda" on which the shards rank, or one by a shard's name, the others scan on the processor; device_dtype: what
+        it holds their rows in (see `retriever_on`). Raises `partition.ShardDamaged` naming a shard that is not as it
+        was written, FileNotFoundError and ValueError as ``FactStore.load``, KeyError for a name that no shard has.
         """
         home = home_of(home)
         manifest = manifest_of(home)
+        device_of = devices_of(device, manifest["shards"])
         pool = _threads(len(manifest["shards"]))
 
         def opened(name: str) -> Shard:
-            return Shard(*open_shard(home, name, tokenizer=tokenizer, hash_key=hash_key, verify=verify))
+            found = open_shard(home, name, tokenizer=tokenizer, hash_key=hash_key, verify=verify)
+            return Shard(*found, device=device_of(name), device_dtype=device_dtype)
 
         def start(name: str) -> list[Replica]:
             return [ThreadReplica(lambda: opened(name), pool) for _ in range(replicas)]
@@ -600,6 +606,15 @@ def _names(ids: Iterable[str]) -> list[str]:
         if not isinstance(id, str):
             raise TypeError(f"ids: expected str, got {type(id).__name__} at {i}")
     return out
+
+
+def devices_of(device: str | Mapping[str, str] | None, names: Iterable[str]) -> Callable[[str], str | None]:
+    """What tells the device of a shard, None where it scans. Raises KeyError for a name that no shard has."""
+    if not isinstance(device, Mapping):
+        return lambda name: device
+    if unknown := sorted(device.keys() - set(names)):
+        raise KeyError(f"device: expected names of shards ({', '.join(names)}), got {', '.join(unknown)}")
+    return device.get
 
 
 def _few(ids: Sequence[str]) -> str:

@@ -453,6 +453,16 @@ def test_shards_are_added_while_queries_run(world, on_ray):
 
 
 @pytest.mark.ray
+def test_actors_rank_on_devices(world):
+    store, items, query, home = world
+    own = {"shard-0": "cpu"}
+    with ray_shards.open_on_ray(home, num_cpus=0.1, timeout=240.0, device=own, device_dtype="float16") as sharded:
+        for session in (spec(items), calibrated(items)):
+            found = cdr_rank(query, ShardedRetriever(sharded), session)
+            same(found, cdr_rank(query, Retriever(store), session))
+
+
+@pytest.mark.ray
 def test_actors_open_their_shards_from_lance(world, cluster, tmp_path):
     pytest.importorskip("lance", reason="needs the extra store")
     from cdr_kernel.lance_shards import LanceHome

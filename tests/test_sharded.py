@@ -577,6 +577,22 @@ def test_later_windows_are_sent_new_hashes_alone(world, faulty):
     assert len(session.guard) == 13
 
 
+def test_shards_on_devices_beside_shards_that_scan(world, tmp_path):
+    store, items, query = world
+    partition(store, tmp_path / "shards", shards=3)
+    for device, dtype in (("cpu", "float16"), ({"shard-1": "cpu"}, None)):
+        sharded = ShardedStore.open(tmp_path / "shards", device=device, device_dtype=dtype)
+        for session in (spec(items), calibrated(items)):
+            found = cdr_rank(query, ShardedRetriever(sharded), session, k=20)
+            same(found, cdr_rank(query, Retriever(store), session, k=20))
+        sharded.add_shards(1)
+        same(cdr_rank(query, ShardedRetriever(sharded), spec(items)), cdr_rank(query, Retriever(store), spec(items)))
+        sharded.close()
+        partition(store, tmp_path / "shards", shards=3)
+    with pytest.raises(KeyError, match=r"device: expected names of shards .*shard-0.*, got shard-9"):
+        ShardedStore.open(tmp_path / "shards", device={"shard-9": "cuda"})
+
+
 def test_a_slow_replica_is_hedged(world, faulty):
     store, items, query = world
     release = threading.Event()

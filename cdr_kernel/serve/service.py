@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cdr_kernel.retrieve import WORTH_CODES, Retriever
+from cdr_kernel.retrieve import WORTH_CODES, Retriever, retriever_on
 from cdr_kernel.serve.batching import Batcher, Lane
 from cdr_kernel.serve.errors import Refusal, invalid, late, refuse, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
@@ -27,7 +27,6 @@ from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.stores import Facts, open_facts
 from cdr_kernel.serve.tokens import Signer
 from cdr_kernel.serve.tracing import Tracing
-from cdr_kernel.store import FactStore
 
 T = TypeVar("T")
 
@@ -208,7 +207,9 @@ class Service:
         found = {}
         for name, folder in self.folders().items():
             facts = open_facts(folder, settings.hash_key)
-            retriever = self._retriever(facts.facts)
+            retriever = retriever_on(
+                settings.device, facts.facts, dtype=settings.device_dtype, cache_bytes=settings.row_cache_bytes
+            )
             if settings.device is not None:
                 retriever.prepare()
             elif len(facts.facts) >= WORTH_CODES:
@@ -237,15 +238,6 @@ class Service:
             self.watch(found[name])
         self.tenants = found
         self.state = READY
-
-    def _retriever(self, facts: FactStore) -> Retriever:
-        settings = self.settings
-        if settings.device is None:
-            return Retriever(facts, cache_bytes=settings.row_cache_bytes)
-        from cdr_kernel.device import DeviceRows
-
-        rows = DeviceRows(settings.device, dtype=settings.device_dtype)
-        return Retriever(facts, "device", cache_bytes=settings.row_cache_bytes, device_rows=rows)
 
     async def keep_fresh(self) -> None:
         """Look every now and then for what other processes have changed in durable stores, and for what is past its
