@@ -197,6 +197,7 @@ def test_what_is_no_durable_store_is_said(files, tmp_path):
 
 
 def test_a_quarantined_fact_is_explained_as_one(files, tmp_path):
+    pytest.importorskip("lance", reason="needs the extra store")
     made(files, tmp_path / "d", "--durable")
     answer("store", "quarantine", tmp_path / "d", "f3", "--reason", "wrong")
     answer("store", "quarantine", tmp_path / "d", "f4")
@@ -209,6 +210,7 @@ def test_a_quarantined_fact_is_explained_as_one(files, tmp_path):
 
 
 def test_a_snapshot_is_no_store(files, tmp_path):
+    pytest.importorskip("lance", reason="needs the extra store")
     made(files, tmp_path / "d", "--durable")
     answer("store", "snapshot", tmp_path / "d")
     said = invoke("rank", tmp_path / "d" / "snapshot", "--query", files / "q.npy", "--min-relevance", "-1").stderr
