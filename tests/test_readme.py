@@ -46,6 +46,9 @@ def test_the_file_map_names_every_module():
     for path in package.glob("*.py"):
         if path.stem != "__init__":
             assert f"`{path.name}`" in text, path.name
+    rows = text[text.index("## File map") :]
+    first = [row.split("|")[1].split(",")[0] for row in rows.splitlines() if row.startswith("| `")]
+    assert len(set(first)) == len(first), "a module has two rows"
 
 
 def test_the_sample_task_is_one(tmp_path, monkeypatch):
