@@ -338,6 +338,30 @@ def test_strange_arguments_end_as_in_the_package(surface, theirs, query, options
         assert_same_ranking(expected, found)
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1.0, True, np.float32(1.0), 1],  # equal to one another, and each handed back as it was given
+        [math.inf, math.inf, 1.0, math.inf], [-math.inf, math.inf, math.nan, -math.inf], [1e308, 1.7e308, 1e308, 0.5],
+        [0.5, "x", 10**400, 1.0], [0.5, 10**400, None, 1.0],  # the first error is the one that is raised
+    ],
+    ids=lambda value: None,
+)  # fmt: skip
+def test_strange_weights_of_equal_facts_end_as_in_the_package(surface, theirs, weights):
+    facts = [fact([0.7, 0.7, 0.0], at=at) for at in range(len(weights))]
+    options = {"importance_fn": lambda f: weights[f.at]}
+    a = fill(theirs, theirs.ResidualItem, [(E1, 0.5)], [E2])
+    b = fill(surface, theirs.ResidualItem, [(E1, 0.5)], [E2])
+    expected, error = outcome(lambda: theirs.cdr_rank(facts, QUERY, a, **options))
+    found, error_here = outcome(lambda: surface.cdr_rank(facts, QUERY, b, **options))
+    assert error is error_here
+    if expected is not None:
+        assert [x.fact.at for x in found.ranked] == [x.fact.at for x in expected.ranked]
+        for x, y in zip(expected.ranked, found.ranked, strict=True):
+            assert (type(y.importance), repr(y.importance)) == (type(x.importance), repr(x.importance))
+            assert y.cdr_score == pytest.approx(x.cdr_score, nan_ok=True)
+
+
 def test_weights_are_asked_of_every_fact_in_order(surface, theirs):
     facts = [fact(E1), fact(E3), fact(None), fact(QUERY)]
     for each in (theirs, surface):

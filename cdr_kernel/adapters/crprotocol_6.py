@@ -149,7 +149,7 @@ class Task:
         """One fact's numbers by ``score``; equal vectors with equal weights are computed once."""
         vector, (weight,) = self.facts.vector(position), weights_at(self.importance, [position])
         try:
-            key = (weight, tuple(vector))
+            key = (type(weight), weight, tuple(vector))  # True is 1, but not what was given
             hash(key)
         except TypeError:  # nothing to iterate, or something in it that has no hash: computed every time
             return self._plain(vector, weight)
@@ -258,7 +258,7 @@ class Task:
         weights = weights_at(self.importance, positions.tolist())
         if self.importance is None:
             return weights, np.ones(len(weights))
-        return weights, np.array([float(w) if isinstance(w, float | int) else np.nan for w in weights])
+        return weights, np.array([_float(w) for w in weights])
 
     def _unsure(
         self, relevance: Float64, factor: Float64, scores: Float64, order: Int64, slack: float
@@ -267,7 +267,9 @@ class Task:
         descending."""
         finite = np.isfinite(scores)
         unsure: npt.NDArray[np.bool_] = ~finite | (np.abs(relevance - self.min_relevance) <= slack)
-        close = -np.diff(scores[order]) <= 2.0 * slack * max(1.0, float(np.abs(factor[finite]).max(initial=0.0)))
+        with np.errstate(invalid="ignore"):  # of two infinite ones, which are unsure already
+            gaps = -np.diff(scores[order])
+        close = gaps <= 2.0 * slack * max(1.0, float(np.abs(factor[finite]).max(initial=0.0)))
         near = np.zeros(len(scores), np.bool_)
         near[order[1:]] = close
         near[order[:-1]] |= close
@@ -281,12 +283,20 @@ class Task:
         """ranked with the unsure ones and more computed plainly, in the order of their positions."""
         sure = np.flatnonzero(~unsure).tolist()
         rows = [tuple(values[i] for values in ranked) for i in sure]
-        for position in [ranked.positions[i] for i in np.flatnonzero(unsure).tolist()] + more:
+        for position in sorted([ranked.positions[i] for i in np.flatnonzero(unsure).tolist()] + more):
             numbers = self.plain(position)
             if not numbers.excluded:
                 rows.append((position, *numbers[:-1]))
         rows.sort(key=lambda row: row[0])
         return Ranked(*([row[field] for row in rows] for field in range(len(Ranked._fields))))
+
+
+def _float(weight: Any) -> float:
+    """NaN for what is no number, or none that a float can hold."""
+    try:
+        return float(weight) if isinstance(weight, float | int) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _length(vector: Any) -> int:
