@@ -310,11 +310,11 @@ def _unit_of(sizes: Float64) -> Float64:
 
 
 def scaled32(values: Float64 | None) -> tuple[npt.NDArray[np.float32] | None, float]:
-    """A factor as float32 in [0, 1], and the power of two that it is to be multiplied with."""
+    """A factor as float32 in [0, 2], and the power of two that it is to be multiplied with."""
     if values is None or not len(values) or (values == 1.0).all():
         return None, 1.0
     largest = float(values.max())
-    unit = 2.0 ** np.ceil(np.log2(largest)) if largest > 0.0 else 1.0
+    unit = 2.0 ** min(np.ceil(np.log2(largest)), 1023.0) if largest > 0.0 else 1.0
     with np.errstate(under="ignore"):
         return (values / unit).astype(np.float32), float(unit)
 
@@ -495,7 +495,8 @@ def _reach(
         top, at = torch.topk(bounds, wanted)
         upper, positions = top.double().cpu().numpy(), at.cpu().numpy()
         passing = upper > -np.inf
-        upper, positions = upper[passing] * unit + _TINY, positions[passing]
+        with np.errstate(over="ignore"):
+            upper, positions = upper[passing] * unit + _TINY, positions[passing]
         best = kth_best(session, np.sort(positions))
         if len(positions) < wanted or wanted == len(bounds) or upper[-1] < best:
             return np.sort(positions[upper >= best])

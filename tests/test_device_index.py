@@ -136,6 +136,20 @@ def test_a_session_resumed_in_a_later_window_asks_with_its_gate_alone():
     same(*found)
 
 
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_importances_at_the_end_of_float64(mode):
+    store = filled(60, 8, 6)
+    store.upsert(["3", "4"], ["a fact", "another"], np.eye(8)[:2] + 1.0, importance=[1.7e308, 1.2e308])
+    for k in (None, 5):
+        found = [
+            cdr_rank(np.ones(8), retriever, sessions_of(8, 3, mode, min_qualified=60)[0] if mode == "calibrated"
+                     else sessions_of(8, 3, mode)[0], k=k)
+            for retriever in (Retriever(store), Retriever(store, "device"))
+        ]  # fmt: skip
+        same(*found)
+        assert set(found[0].ids[:2]) == {"3", "4"}
+
+
 def test_prepare_copies_the_rows_and_release_gives_them_back():
     rows = DeviceRows("cpu", dtype="float16")
     retriever = Retriever(filled(100, 16, 1), "device", device_rows=rows)
