@@ -304,8 +304,6 @@ class Question:
         else:
             chosen = np.arange(len(rows))
         given = Factors(importance, multiplier, overlap).take(chosen)
-        if given.importance is not None and given.multiplier is not None:
-            check_product(given.importance, given.multiplier)
         if parts is None or self.asked.columns.coverage is not None:
             scores = passing_scores(view.blocks, view.squared_norms, rows[chosen], self.columns, given)
         else:
@@ -324,8 +322,6 @@ class Question:
         guard = self.state.guard  # empty, but it refuses a store of other tokens
         overlap = np.zeros(len(rows), np.int32) if guard is None else guard.overlap_rows(view.tokens, rows)
         given = Factors(view.importance[rows], None if factors is None else factors[rows], overlap)
-        if given.importance is not None and given.multiplier is not None:
-            check_product(given.importance, given.multiplier)
         scores = passing_scores(view.blocks, view.squared_norms, rows, self.asked.columns, given)
         best = best_first(scores.score, rows, k)
         return self._ranked(scores.take(best), given.take(best), passed, 0, k), passed, passed
@@ -369,7 +365,8 @@ class Question:
             each = weight[j] * values[:, 1 + j]
             pull = np.where(each > pull, each, pull)
         strength = given.importance * (1.0 if given.multiplier is None else given.multiplier)
-        base = np.where(pull > 0.0, strength * pull, pull)
+        with np.errstate(over="ignore"):  # infinite, as the compiled routine has it
+            base = np.where(pull > 0.0, strength * pull, pull)
         penalty = np.minimum(NGRAM_PENALTY_CAP, given.ngram_overlap * NGRAM_PENALTY_STEP)
         score = np.where(pull > 0.0, base * (1.0 - penalty), base)
         return Scores(self.kept.rows[positions], score, base, values[:, 0], none, pull, np.ones(len(positions)))
@@ -378,10 +375,12 @@ class Question:
         """The ranking of the kept rows at these positions with what the calibrated mode's packing and exits go by."""
         x = self._values[positions, 1:]
         factor = ranking.importance * ranking.multiplier * ranking.novelty * (1.0 - ranking.ngram_penalty)
+        with np.errstate(over="ignore"):
+            by_sub_query = np.where(x > 0.0, x * factor[:, None], x)
         return replace(
             ranking,
             new_share=new_share,
-            by_sub_query=np.where(x > 0.0, x * factor[:, None], x),
+            by_sub_query=by_sub_query,
             need=tuple(self.asked.columns.weight[self.asked.scored].tolist()),
             feedback=self.asked.feedback,
         )
@@ -426,7 +425,8 @@ def _after_guard(overlap: npt.NDArray[np.int32]) -> Float64 | float:
 
 
 def multipliers(values: Multiplier | None, view: StoreView) -> Float64 | None:
-    """A multiplier as float64 [R], one entry per row of the view."""
+    """A multiplier as float64 [R], one entry per row of the view. ValueError where a fact's importance times it is not
+    finite."""
     if values is None:
         return None
     given: npt.ArrayLike
@@ -436,7 +436,9 @@ def multipliers(values: Multiplier | None, view: StoreView) -> Float64 | None:
         rows, given = np.flatnonzero(view.alive), values
     out = np.ones(view.rows)
     checked = factor(as_array(given, 1, "multiplier"), len(rows), "multiplier")
-    out[rows] = checked if checked is not None else 1.0
+    if checked is not None:
+        check_product(view.importance[rows], checked)
+        out[rows] = checked
     return out
 
 

@@ -255,3 +255,13 @@ def test_take_keeps_counters_and_breakdown():
     assert part.score.tolist() == [ranking.score[4], ranking.score[1]]
     assert (part.qualified, part.coverage_depth) == (ranking.qualified, ranking.coverage_depth)
     assert len(ranking.take([])) == 0
+
+
+@pytest.mark.parametrize("kind", ["scan", "device"])
+@pytest.mark.parametrize("k", [None, 1])
+def test_an_importance_times_a_multiplier_that_is_not_finite(kind, k):
+    store, session, query, _ = world()
+    store.upsert(["f3"], ["far away"], [-query], importance=[1e308])
+    for multiplier in ({"f3": 10.0}, np.full(len(store), 10.0)):
+        with pytest.raises(ValueError, match="importance times multiplier is not finite"):
+            cdr_rank(query, Retriever(store, kind), session, k=k, multiplier=multiplier)
