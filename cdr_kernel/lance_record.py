@@ -357,7 +357,7 @@ def set_torn_aside(path: Path) -> str | None:
 
     What was acknowledged was synced before, so this may be a commit that a power cut has torn and nobody was told of;
     there is one at most, and never the only version. Nobody else may write meanwhile. Raises ValueError where the
-    version was acknowledged: then it is damaged.
+    version, or one after it that is gone, was acknowledged: then it is damaged.
     """
     manifests = sorted((path / "_versions").glob("*.manifest"))  # the newest first, as their names count down
     if len(manifests) < 2:
@@ -367,7 +367,8 @@ def set_torn_aside(path: Path) -> str | None:
         if file.read() == _MANIFEST_END:
             return None
     newest = manifests[0]
-    if _acknowledged(path) == 2**64 - 1 - int(newest.stem):
+    acknowledged = _acknowledged(path)
+    if acknowledged is not None and acknowledged >= 2**64 - 1 - int(newest.stem):
         raise ValueError(
             f"{newest}: damaged, its end was there when its commit was acknowledged: put it back from a copy, or "
             "rename it to .torn to go on without that commit"

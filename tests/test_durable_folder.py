@@ -85,6 +85,20 @@ def test_a_commit_that_was_acknowledged_is_never_set_aside(store, left):
     assert reopened(store) == contents(store.facts)
 
 
+def test_nor_is_one_before_an_acknowledged_commit_that_is_gone(store):
+    """As whoever renames a damaged commit leaves it."""
+    add(store, ["a"])
+    add(store, ["b"])
+    add(store, ["c"])
+    newest, before = sorted((store.path / "facts.lance" / "_versions").glob("*.manifest"))[:2]
+    newest.rename(newest.with_suffix(".torn"))
+    with DurableStore.open(store.path) as again:
+        assert again.facts.ids == ["a", "b"]
+    before.write_bytes(before.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{before.name}: damaged, its end was there"):
+        DurableStore.open(store.path)
+
+
 def test_a_record_that_is_damaged_otherwise_is_an_error(store):
     add(store, ["a"])
     add(store, ["b"])
