@@ -346,7 +346,12 @@ class Folder:
 
     def manifest(self) -> dict[str, Any]:
         """See `Home`."""
-        return check_manifest(KIND.manifest(Path(self.path)), str(Path(self.path) / KIND.file))
+        where = str(Path(self.path) / KIND.file)
+        found = check_manifest(KIND.manifest(Path(self.path)), where)
+        sums = found.get("manifests", dict.fromkeys(found["shards"], 0))  # the first partitions have none
+        if not isinstance(sums, dict) or sums.keys() != found["shards"].keys():
+            raise ValueError(f"{where}: expected a checksum of the manifest of every shard, found {sums!r:.80}")
+        return found
 
     def save(self, fields: Mapping[str, Any], write: Callable[[Mapping[str, Write]], Mapping[str, Any]]) -> None:
         """See `Home`. Raises FileExistsError for a file, and a folder with other things."""

@@ -876,7 +876,10 @@ def test_a_damaged_partition_is_refused(world, tmp_path):
         ('"shards": {', '"shards": {}, "x": {'),
         ('"by": "source"', '"by": "text"'),
         ('"dim": 5', '"dim": "5"'),
+        ('"shard-1": 0', '"shard-3": 0'),
+        ('"manifests": {', '"manifests": 5, "x": {'),
     ):
+        assert old in good
         path.write_text(good.replace(old, new))
         with pytest.raises(ValueError, match=r"shard|by|dim"):
             ShardedStore.open(tmp_path / "p")
