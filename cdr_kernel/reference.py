@@ -924,6 +924,8 @@ def calibrated_rank(
     above 0; a packed_penalty of 1 takes packed facts out. Centred coverage: 2 * max(0, weighted mean of the cosines
     to what is covered - their mean over all sub-queries).
     """
+    if not facts:
+        return [], None
     to_query = z_scores([cosine(fact.embedding, query_embedding) for fact in facts])
     gates = [to_query]
     if session.gate_on == "best":

@@ -160,6 +160,7 @@ def test_the_gate_packed_facts_and_the_share_of_new_ones():
     assert len(reference.calibrated_rank(facts, query, session)[0]) < len(everything)
     session.gate = 99.0
     assert reference.calibrated_rank(facts, query, session) == ([], None)
+    assert reference.calibrated_rank([], query, session) == ([], None)
 
 
 def test_enough_facts_qualify():
