@@ -486,8 +486,7 @@ def _rank(
         ranked = task.rank()
         mean = task.mean_novelty(ranked, threshold)
         exhausted = mean < threshold
-    chosen = [held.facts[i] for i in ranked.positions]
-    scored = list(map(scored_fact, chosen, *ranked[1:]))
+    scored = list(map(scored_fact, map(held.facts.__getitem__, ranked.positions), *ranked[1:]))
     return rank_result(scored, exhausted, mean, len(held), len(held) - len(scored))
 
 

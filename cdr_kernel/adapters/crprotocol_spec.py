@@ -14,7 +14,7 @@ from cdr_kernel.adapters.crprotocol_6 import Ranked, weights_at
 from cdr_kernel.adapters.facts import FactArray, pack_rows
 from cdr_kernel.arrays import Blocks, Float64, as_vector, factor, safe_blocks
 from cdr_kernel.columns import Columns
-from cdr_kernel.score import Scores, best_first, cdr_score
+from cdr_kernel.score import Scores, cdr_score
 
 
 def scores_of(embedding: Any, entries: Sequence[Any], residual: Sequence[Any]) -> Scores:
@@ -49,7 +49,7 @@ def rank(
         impl="cpp",
     )
     if parts is not None:
-        found = found.take(best_first(found.score, found.rows))
+        found = found.take(np.argsort(-found.score, kind="stable"))  # rows ascend: ties stay in order
     positions = held.rows[found.rows].tolist()
     relevance, given = found.relevance.tolist(), weights_at(importance, positions)
     if parts is not None:
