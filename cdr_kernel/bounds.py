@@ -488,15 +488,14 @@ def _reach(
     bounds: torch.Tensor, unit: float, k: int | None, kth_best: Callable[[int, Int64], float], session: int
 ) -> Int64:
     """The candidates whose bounds reach the k-th best exact score; the over-fetch doubles until that is certain."""
-    if k is None or not np.isfinite(unit):
+    if k is None or not np.isfinite(16.0 * unit):  # scores may be infinite before the n-gram factor makes them less
         return torch.nonzero(bounds > -torch.inf).squeeze(1).cpu().numpy()
     wanted = min(len(bounds), 2 * k + 64)
     while True:
         top, at = torch.topk(bounds, wanted)
         upper, positions = top.double().cpu().numpy(), at.cpu().numpy()
         passing = upper > -np.inf
-        with np.errstate(over="ignore"):
-            upper, positions = upper[passing] * unit + _TINY, positions[passing]
+        upper, positions = upper[passing] * unit + _TINY, positions[passing]
         best = kth_best(session, np.sort(positions))
         if len(positions) < wanted or wanted == len(bounds) or upper[-1] < best:
             return np.sort(positions[upper >= best])

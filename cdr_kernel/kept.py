@@ -30,6 +30,7 @@ CACHE_BYTES = 256 << 20
 FEW_ROWS = 1024
 """Up to here all cosines cost one window little more than a look at the codes, and the windows after it less."""
 _ULP = float(np.finfo(np.float64).eps)
+_TINY = float(np.finfo(np.float64).tiny)  # more than what numbers lose that are too small for a full mantissa
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ class KeptRows:
         shares: [S], the share of each vector in the coverage (Σ depth of its entries over all); remaining: the vectors
         that pull; strength: [len(positions)], what multiplies effective relevance and novelty, default 1.
         The kept cosines are the exact routine's own. Only the coverage is summed in another order, so scores are off
-        by no more than (D + 16) ulp of what multiplies it, taken fourfold.
+        by no more than (D + 16) ulp of what multiplies it, taken fourfold, and by what tiny ones lose.
         """
         assert self.values is not None
         values = self.values[positions]
@@ -113,7 +114,7 @@ class KeptRows:
         score = effective * novelty
         off = np.abs(effective) * (4.0 * (columns.dim + 16) * _ULP)
         if strength is not None:
-            score, off = score * strength, off * strength
+            score, off = score * strength, off * strength + _TINY
         lower = score - off
         threshold = np.partition(lower, len(lower) - k)[len(lower) - k]
         return np.asarray(positions[score + off >= threshold])

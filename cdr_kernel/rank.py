@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Multiplier: TypeAlias = "Mapping[str, float] | npt.ArrayLike"
 
+_OVERFLOWS = 2.0**1022  # importance times multiplier, from which a novelty of 2 may make a score infinite
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ranking:
@@ -397,10 +399,12 @@ class Question:
         """Indices into positions that may hold the k best, ascending: from kept cosines, else from the codes."""
         if k == 0:
             return positions[:0]
+        strength = importance if multiplier is None else importance * multiplier
+        if strength.max() > _OVERFLOWS:  # which no bound of a score foresees
+            return np.arange(len(positions))
         columns = self.asked.columns
         by_relevance = columns.coverage is None and len(columns.residual) == 0
         if by_relevance and kept.low is not None:
-            strength = importance if multiplier is None else importance * multiplier
             return kept.likely(positions, strength, _after_guard(overlap), k)
         codes = self.retriever.codes(self.view)
         if codes is not None and (by_relevance or not kept.worth_values):
@@ -414,8 +418,7 @@ class Question:
         pulling = self.state.residual if len(columns.residual) else ()
         remaining = np.array([index[item.id] for item in pulling], np.int64)
         kept = self.retriever.cache.with_values(self.session, kept, columns, self.session.embeddings, self.view)
-        strength = (importance if multiplier is None else importance * multiplier) * _after_guard(overlap)
-        chosen = kept.best(positions, columns, shares, remaining, strength, k)
+        chosen = kept.best(positions, columns, shares, remaining, strength * _after_guard(overlap), k)
         return np.searchsorted(positions, chosen)
 
 

@@ -265,3 +265,26 @@ def test_an_importance_times_a_multiplier_that_is_not_finite(kind, k):
     for multiplier in ({"f3": 10.0}, np.full(len(store), 10.0)):
         with pytest.raises(ValueError, match="importance times multiplier is not finite"):
             cdr_rank(query, Retriever(store, kind), session, k=k, multiplier=multiplier)
+
+
+@pytest.mark.parametrize("kind", ["scan", "device"])
+@pytest.mark.parametrize("importance", [[1.7e308, 1.6e308, 1.0], [5e-324, 5e-324, 0.0]])
+def test_the_k_best_where_scores_leave_what_float64_holds(kind, importance):
+    """Infinite by a novelty above 1, before an n-gram penalty that must not make them finite again; or rounded to 0."""
+    store, _, query, r = world(200)
+    texts = [f"w{i % 3} is a text" for i in range(200)]
+    vectors = query + 0.7 * r.standard_normal((200, DIM))
+    store.upsert(store.ids, texts, vectors, importance=r.choice(importance, 200))
+    subs = [SubQuery("s0", "S0", "zero", -query), SubQuery("s1", "S1", "one", query)]
+    session = Session(subs, embedding_model="m1", min_relevance=0.1, guard=NGramGuard(n=4))
+    retriever = Retriever(store, kind)
+    retriever.prepare()
+    report = WindowReport(0.2, addressed=("s0",), depth_by_sub_query={"s0": 0.9})
+    session.update(report, "w1 is a text", embedding_model="m1")
+    everything = cdr_rank(query, retriever, session)
+    assert 0 < np.isinf(everything.score).sum() < 199 or 0 < (everything.score == 0.0).sum() < 199
+    assert everything.ngram_overlap.any()
+    for k in range(1, 190):
+        best = cdr_rank(query, retriever, session, k=k)
+        assert best.ids == everything.ids[:k]
+        assert best.score.tobytes() == everything.score[:k].tobytes()
