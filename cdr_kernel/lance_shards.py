@@ -78,9 +78,15 @@ class LanceHome:
         """What the partition says of itself. Raises FileNotFoundError where there is none, ValueError where it is no
         partition or one of a later version."""
         where = self._of(INDEX)
-        table = self._opened(INDEX).to_table()
+        dataset = self._opened(INDEX)
+        with said_plainly(where):
+            table = dataset.to_table()
         try:
-            found = json.loads(table["manifest"][0].as_py())
+            written = table["manifest"][0].as_py()
+            try:
+                found = json.loads(written)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not readable JSON ({error})") from None
             if found["format"] != FORMAT:
                 raise KeyError("format")
             if found["format_version"] != FORMAT_VERSION:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,6 +149,13 @@ def test_what_is_no_partition_is_refused(durable, home, tmp_path):
         pa.table({"manifest": ['{"format": "cdr-lance-partition", "format_version": 9}']}), index, mode="overwrite"
     )
     with pytest.raises(ValueError, match="format version 9, this version reads 1"):
+        ShardedStore.open(home)
+    lance.write_dataset(pa.table({"manifest": ['{"format": "cdr-lance-partition"']}), index, mode="overwrite")
+    with pytest.raises(ValueError, match=r"shards\.lance: not readable JSON"):
+        ShardedStore.open(home)
+    for path in Path(plain(home), "shards.lance", "data").iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises((ValueError, OSError), match=r"shards\.lance: "):
         ShardedStore.open(home)
     shutil.rmtree(f"{plain(home)}/shards.lance")
     partition(durable.facts, home, shards=2)
