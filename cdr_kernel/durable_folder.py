@@ -62,9 +62,12 @@ def newest_record(folder: Path) -> Record:
     """The newest version of the record, past one that a power cut has torn before it was acknowledged."""
     try:
         return Record.open(folder / RECORD)
-    except (ValueError, OSError):
-        with turn(folder):
-            aside = lance_record.set_torn_aside(folder / RECORD)
+    except (ValueError, OSError) as damage:
+        try:
+            with turn(folder):
+                aside = lance_record.set_torn_aside(folder / RECORD)
+        except OSError as refused:  # a folder that is read only, of which the damage says more
+            raise damage from refused
         if aside is None:
             raise
         say(

@@ -108,7 +108,7 @@ class Record:
         except ValueError as error:
             if version is not None and exists(path):
                 raise ValueError(f"{path}: no version {version} here ({_plain(str(error))})") from None
-            raise ValueError(_plain(str(error))) from None
+            raise ValueError(f"{path}: {_plain(str(error))}") from None
         except OSError as error:
             raise _plain_error(error, path) from None
         except BaseException as error:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, vectors
 
-from cdr_kernel import EmbeddingModelMismatch
+from cdr_kernel import EmbeddingModelMismatch, durable_folder
 from cdr_kernel.durable import DurableStore
 
 
@@ -83,6 +83,18 @@ def test_a_commit_that_was_acknowledged_is_never_set_aside(store, left):
             DurableStore.open(store.path)
     manifest.write_bytes(good)
     assert reopened(store) == contents(store.facts)
+
+
+def test_a_torn_commit_in_a_folder_that_cannot_be_written_is_named(store, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder / "save.lock"))
+
+    add(store, ["a"])
+    manifest = min((store.path / "facts.lance" / "_versions").glob("*.manifest"))
+    manifest.write_bytes(manifest.read_bytes()[:9])
+    monkeypatch.setattr(durable_folder, "turn", refuse)
+    with pytest.raises(ValueError, match=r"facts\.lance: LanceError"):
+        DurableStore.open(store.path)
 
 
 def test_nor_is_one_before_an_acknowledged_commit_that_is_gone(store):
