@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -97,5 +99,11 @@ def serve(
     )
     warnings.simplefilter("ignore", UserWarning)  # of single sessions: their numbers are in every answer
     status = run_server(settings)
+    if embed is not None:
+        from cdr_kernel.serve.embedding import runs
+
+        if runs():  # inside of a library that an interpreter's orderly end would pull the ground from under
+            logging.shutdown()
+            os._exit(status)
     if status:
         raise typer.Exit(status)

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's her
 class Process:
     """`cdr serve` on a free port; `lines` are its log."""
 
-    def __init__(self, store, *options):
-        command = [sys.executable, "-m", "cdr_kernel", "serve", str(store), "--port", "0", *options]
+    def __init__(self, store, *options, program=("-m", "cdr_kernel")):
+        command = [sys.executable, *program, "serve", str(store), "--port", "0", *options]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.lines = []
         self._reader = threading.Thread(target=self._read)
@@ -259,4 +259,33 @@ def test_what_is_not_done_in_time_is_lost_with_a_line_that_says_so(tmp_path):
     assert [line.get("status") for line in process.lines if line.get("operation") == "add_facts"] == [None, 500]
     assert process.event("stopped")["accepted"] == process.event("stopped")["answered"] + 1
     assert stuck.rest().startswith(b"HTTP/1.1 500 ")
+    assert all(isinstance(line, dict) for line in process.lines)
+
+
+STUCK = """
+import threading
+from cdr_kernel import cli, embedder
+
+embedder.load_embedder = lambda model: lambda texts: threading.Event().wait()
+cli.main()
+"""
+"""`cdr`, with a model that takes for ever."""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_model_that_is_at_work_does_not_hold_it(store, signals):
+    options = ("--embed", MODEL, "--drain", "0", "--stop", "1" if signals == 1 else "300")
+    process = Process(store, *options, program=("-c", STUCK))
+    process.event("ready")
+    facts = [{"id": "n", "text": "t"}]
+    stuck = Raw(process, post("/v1/facts", {"embedding_model": MODEL, "facts": facts}))
+    wait_until_in_flight(process, 1)
+    process.tell(signal.SIGTERM)
+    process.event("draining")
+    if signals == 2:
+        process.tell(signal.SIGTERM)
+    assert process.end() == 1
+    assert process.event("lost")["operation"] == "add_facts"
+    assert process.event("stopped")["accepted"] == process.event("stopped")["answered"] + 1
+    assert b" 200 " not in stuck.rest()
     assert all(isinstance(line, dict) for line in process.lines)

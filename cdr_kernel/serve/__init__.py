@@ -4,6 +4,7 @@
     door       who may come in: request ids, keys, bounded queues, draining
     app        the operations under /v1, each a function from a call to an answer
     batching   concurrent ranks into one `rank_many`
+    embedding  texts to vectors, in batches that take turns
     sessions   sessions in memory, and shared through Redis
     run        the process: loading, serving, draining
 

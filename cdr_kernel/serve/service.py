@@ -17,6 +17,7 @@ import numpy as np
 
 from cdr_kernel.retrieve import WORTH_CODES, Retriever, retriever_on
 from cdr_kernel.serve.batching import Batcher, Lane
+from cdr_kernel.serve.embedding import Embedding
 from cdr_kernel.serve.errors import Refusal, invalid, late, refuse, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
 from cdr_kernel.serve.logs import fault
@@ -103,11 +104,13 @@ class Call:
             refuse(error)
 
     async def embed(self, texts: list[str], field: str) -> np.ndarray[Any, Any]:
-        """Vectors of texts by the server's model. Raises `Refusal` where it has none for this tenant's store."""
+        """Vectors of texts by the server's model, before the deadline. Raises `Refusal` where it has none for this
+        tenant's store."""
         embedder = self.service.embedder_for(self.tenant)
         if embedder is None:
             raise invalid(field, f"a vector of {self.tenant.model} (this server embeds no texts)", code="no_embedder")
-        return await asyncio.get_running_loop().run_in_executor(self.service.embedding, embedder, texts)
+        with self.service.stage("embed"):
+            return await self.service.embedding.rows(embedder, texts, self.deadline)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Service:
         self.pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-work")
         # Of its own, since a change waits for the disk and for other processes: ranks must not wait with it.
         self.writing = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-write")
-        self.embedding = ThreadPoolExecutor(1, thread_name_prefix="cdr-embed")
+        self.embedding = Embedding()
         self.token_key = settings.token_key or secrets.token_bytes(32)
         self.shared: Redis | None = None if settings.redis is None else Redis(settings.redis)
         self.stopping = False
@@ -266,12 +269,12 @@ class Service:
         return self._embedder if self.settings.embed == tenant.model else None
 
     def close(self) -> None:
-        """End the threads, after what they have begun."""
+        """End the threads, after what they have begun; a model that is at work is not waited for long."""
         if self._batcher is not None:
             self._batcher.close()
+        self.embedding.close()
         self.pool.shutdown()
         self.writing.shutdown()
-        self.embedding.shutdown()
         for tenant in self.tenants.values():
             tenant.facts.close()
         if self.tracing is not None:
