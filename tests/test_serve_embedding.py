@@ -8,10 +8,12 @@ from time import monotonic
 
 import numpy as np
 import pytest
-from serving import DIM, MODEL, created, error_of, make_store, serving, update
+from serving import DIM, MODEL, bearer, created, error_of, make_store, serving, update, write_keys
 
+from cdr_kernel.serve import Settings
 from cdr_kernel.serve.embedding import BATCH, Embedding, runs
 from cdr_kernel.serve.errors import Refusal
+from cdr_kernel.serve.service import Service
 
 
 def vector(text):
@@ -158,3 +160,32 @@ def test_a_request_that_embeds_for_too_long_is_504_and_changes_nothing(tmp_path,
         text = {"embedding_model": MODEL, "text": "what", "k": 5}
         assert client.post(f"/v1/sessions/{sid}/rank", json=text).status_code == 200
         assert len(model.batches) == 2  # the one that had begun, and this
+
+
+def test_a_model_that_no_store_has_is_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("cdr_kernel.embedder.load_embedder", lambda model: None)
+    make_store().save(tmp_path / "a")
+    make_store(model="m2").save(tmp_path / "b")
+    keys = write_keys(tmp_path / "keys.json", a="key-a", b="key-b")
+    for settings, models in (
+        (Settings(store=tmp_path / "a", embed="other"), "'m1'"),
+        (Settings(store=tmp_path, keys=keys, embed="other"), "'m1' or 'm2'"),
+    ):
+        service = Service(settings)
+        with pytest.raises(ValueError, match=rf"^embed: expected {models}, .*, got 'other'$"):
+            service.load()
+        service.close()
+
+
+def test_a_text_for_a_model_that_the_server_has_not_says_both(tmp_path, monkeypatch):
+    monkeypatch.setattr("cdr_kernel.embedder.load_embedder", lambda model: None)
+    make_store().save(tmp_path / "a")
+    make_store(model="m2").save(tmp_path / "b")
+    keys = write_keys(tmp_path / "keys.json", a="key-a", b="key-b")
+    facts = [{"id": "n", "text": "t"}]
+    with serving(tmp_path, keys=keys, embed="m2") as client:
+        answer = client.put("/v1/facts", json={"embedding_model": MODEL, "facts": facts}, headers=bearer("key-a"))
+    assert answer.status_code == 422
+    told = error_of(answer)
+    assert (told["code"], told["field"]) == ("no_embedder", "facts[0].embedding")
+    assert told["expected"] == "a vector of 'm1', the store's model (this server embeds texts with 'm2')"

@@ -108,7 +108,9 @@ class Call:
         tenant's store."""
         embedder = self.service.embedder_for(self.tenant)
         if embedder is None:
-            raise invalid(field, f"a vector of {self.tenant.model} (this server embeds no texts)", code="no_embedder")
+            own = self.service.settings.embed
+            has = "this server embeds no texts" if own is None else f"this server embeds texts with {own!r}"
+            raise invalid(field, f"a vector of {self.tenant.model!r}, the store's model ({has})", code="no_embedder")
         with self.service.stage("embed"):
             return await self.service.embedding.rows(embedder, texts, self.deadline)
 
@@ -207,9 +209,15 @@ class Service:
             threads=settings.rank_threads,
             report=self._batched,
         )
+        opened = {name: open_facts(folder, settings.hash_key) for name, folder in self.folders().items()}
+        models = dict.fromkeys(facts.facts.embedding_model for facts in opened.values())
+        if settings.embed is not None and settings.embed not in models:  # it would embed nothing, and say so later
+            raise ValueError(
+                f"embed: expected {' or '.join(map(repr, models))}, what the vectors of {settings.store} are of, "
+                f"got {settings.embed!r}"
+            )
         found = {}
-        for name, folder in self.folders().items():
-            facts = open_facts(folder, settings.hash_key)
+        for name, facts in opened.items():
             retriever = retriever_on(
                 settings.device, facts.facts, dtype=settings.device_dtype, cache_bytes=settings.row_cache_bytes
             )
