@@ -68,6 +68,10 @@ def serve(
     from cdr_kernel.serve import Settings
     from cdr_kernel.serve import serve as run_server
 
+    try:
+        max_body = round(max_body_mb * 2**20)
+    except (OverflowError, ValueError):  # infinite, or no number
+        raise typer.BadParameter(f"expected a finite number, got {max_body_mb}", param_hint="--max-body-mb") from None
     settings = Settings(
         store=store,
         host=host,
@@ -79,7 +83,7 @@ def serve(
         hash_key=None if hash_key is None else hash_key.encode(),
         embed=embed,
         redis=redis,
-        max_body=round(max_body_mb * 2**20),
+        max_body=max_body,
         max_queue=max_queue,
         max_batch=max_batch,
         rank_threads=rank_threads,

@@ -6,6 +6,7 @@ import hashlib
 import json
 
 import pytest
+from commands import invoke
 
 from cdr_kernel.serve import Settings
 from cdr_kernel.serve.settings import is_loopback
@@ -48,6 +49,18 @@ def test_elsewhere_needs_keys_or_a_word(host, tmp_path):
 def test_bad_settings(setting, error):
     with pytest.raises(error, match=next(iter(setting))):
         Settings(store="s", **setting)
+
+
+@pytest.mark.parametrize("given", ["inf", "1e308"])
+def test_a_body_without_bounds_is_wrong_usage(given, tmp_path):
+    result = invoke("serve", tmp_path, "--max-body-mb", given, code=2)
+    told = " ".join(result.output.split())
+    assert f"Invalid value for --max-body-mb: expected a finite number, got {float(given)}" in told
+
+
+def test_a_time_without_end_is_told_as_one():
+    with pytest.raises(ValueError, match=r"^stop_s: expected a finite number, at least 0, got inf$"):
+        Settings(store="s", stop_s=float("inf"))
 
 
 def test_secrets_do_not_show():

@@ -88,7 +88,7 @@ class Settings:
                 raise TypeError(f"{item.name}: expected {item.type}, got {value!r}")
             low = least.get(item.name, 1 if item.type == "int" else 0.001)
             if not low <= value < float("inf"):
-                raise ValueError(f"{item.name}: expected at least {low:g}, got {value!r}")
+                raise ValueError(f"{item.name}: expected a finite number, at least {low:g}, got {value!r}")
         if self.port > 65535:
             raise ValueError(f"port: expected at most 65535, got {self.port}")
         if self.device_dtype is not None and self.device is None:
