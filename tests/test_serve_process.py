@@ -15,6 +15,7 @@ import pytest
 from serving import MODEL, b64, created, make_store, new_session, query, rank, update
 
 from cdr_kernel import folder
+from cdr_kernel.serve import logs
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn", reason="needs the serve extra")
@@ -153,6 +154,32 @@ def test_what_is_wrong_is_said_and_the_status_is_1(tmp_path):
         assert done.returncode == 1
         assert said in done.stderr.splitlines()[-1]
         assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_store_that_cannot_be_opened_is_an_error_in_the_log(tmp_path, store):
+    for options, error, said in (
+        ([tmp_path / "nothing"], "FileNotFoundError", f"{tmp_path / 'nothing'}: no store here"),
+        ([store, "--embed", "no-model"], "ValueError", "got 'no-model'"),
+    ):
+        process = Process(*options)
+        told = process.event("failed")
+        assert process.end() == 1
+        assert (told["level"], told["error"]) == ("error", error)
+        assert said in told["message"]
+
+
+def test_of_errors_in_foreign_words_the_log_has_the_place_alone(caplog):
+    caplog.set_level("INFO", logger=logs.NAME)
+    try:
+        raise RuntimeError("a text of a fact")
+    except RuntimeError as error:
+        logs.failed(error)
+    logs.failed(PermissionError(13, "Permission denied", "/a/store"))
+    logs.failed(KeyError("tenant 'a' not there"))
+    fields = [record.fields for record in caplog.records]
+    assert "text of a fact" not in str(fields)
+    assert "test_of_errors_in_foreign_words" in fields[0]["where"][-1]
+    assert [each.get("message") for each in fields] == [None, "/a/store: Permission denied", "tenant 'a' not there"]
 
 
 def test_a_port_that_is_taken(store):

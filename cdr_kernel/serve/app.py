@@ -20,6 +20,7 @@ from cdr_kernel.serve.idempotency import HEADER as IDEMPOTENCY_KEY
 from cdr_kernel.serve.idempotency import check_key, digest_of
 from cdr_kernel.serve.keys import bearer, same
 from cdr_kernel.serve.logs import event
+from cdr_kernel.serve.logs import failed as log_failed
 from cdr_kernel.serve.metrics import CONTENT_TYPE
 from cdr_kernel.serve.openapi import document
 from cdr_kernel.serve.operations import OPERATIONS, Operation
@@ -87,7 +88,7 @@ async def _load(service: Service, failed: Callable[[Exception], object] | None) 
         await asyncio.to_thread(service.load)
     except Exception as error:  # whatever is wrong with a store: nothing can be served
         service.state, service.problem = FAILED, error
-        event("failed", error=type(error).__name__)
+        log_failed(error)
         if failed is not None:
             failed(error)
         return

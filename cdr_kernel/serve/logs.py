@@ -35,15 +35,35 @@ def request_line(**fields: Any) -> None:
 
 def fault(error: BaseException, request_id: str) -> None:
     """Log where an error that nobody foresaw came from; not its message, which may hold what a request said."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-8:]]
-    event("fault", logging.ERROR, request_id=request_id, error=type(error).__name__, where=where)
+    event("fault", logging.ERROR, request_id=request_id, error=type(error).__name__, where=_frames(error))
+
+
+def failed(error: Exception) -> None:
+    """Log why the stores could not be opened: the type, the path and what is wrong with it.
+
+    The message is logged of errors that this package and the system word, which are about paths and settings. Of any
+    other the log has the place alone.
+    """
+    fields: dict[str, Any] = {"error": type(error).__name__}
+    if isinstance(error, OSError) and error.strerror:
+        fields["message"] = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif isinstance(error, OSError | ValueError | TypeError | KeyError | ImportError):
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        fields["message"] = " ".join(str(message).split())
+    else:
+        fields["where"] = _frames(error)
+    event("failed", logging.ERROR, **fields)
 
 
 def lost(request_id: str, operation: str) -> None:
     """Log that a request was ended before its answer was on its way."""
     what = "it was not answered in the time that stopping has"
     event("lost", logging.ERROR, request_id=request_id, operation=operation, what=what)
+
+
+def _frames(error: BaseException) -> list[str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-8:]]
 
 
 def without_cancellations(record: logging.LogRecord) -> bool:
