@@ -171,7 +171,7 @@ def test_facts_come_go_and_are_replaced(folder):
         }
         again = client.post("/v1/facts", json=add)
         assert again.status_code == 422
-        assert error_of(again)["field"] == "ids"
+        assert error_of(again)["field"] == "facts.id"
         assert client.put("/v1/facts", json=add).json()["added"] == 1
         assert client.get("/v1/facts/new/one").json()["sequence"] == 61
         assert client.delete("/v1/facts/new/one").json()["removed"] == 1

@@ -123,7 +123,8 @@ def test_bearer_headers():
         (ValueError("max_windows must be 1 to 20, got 21"), 422, "max_windows", "be 1 to 20", "21"),
         (TypeError("completeness_score must be a number, got 'x'"), 422, "completeness_score", "be a number", "'x'"),
         (ValueError("something else"), 422, None, None, None),
-        (KeyError("ids: 'a' not in the store"), 404, None, None, None),
+        (KeyError("ids: 'a' not in the store"), 404, "ids", "ids of facts that are in the store", "'a'"),
+        (KeyError("something else"), 404, None, None, None),
     ],
 )
 def test_errors_of_the_library_become_refusals(error, status, field, expected, got):

@@ -5,8 +5,22 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
-from serving import MODEL, b64, bearer, created, error_of, make_store, query, rank, same_session, serving, write_keys
+from serving import (
+    DIM,
+    MODEL,
+    b64,
+    bearer,
+    created,
+    error_of,
+    make_store,
+    query,
+    rank,
+    same_session,
+    serving,
+    write_keys,
+)
 
 from cdr_kernel import Retriever, cdr_rank
 
@@ -220,3 +234,43 @@ def test_replicas_that_write_at_once_lose_nothing(folder):
         assert sorted(statuses) == [200] * 6 + [422] * 6  # each id once
         for client in (one, two):
             until(lambda client=client: client.get("/v1/stats").json()["facts"] == 66)
+
+
+def test_refusals_are_in_the_words_of_the_api(folder, tmp_path):
+    make_store().save(tmp_path / "read")
+    wrong = b64(np.full(DIM, np.nan))
+    there = "ids that are not in the store (PUT /v1/facts replaces those that are)"
+    finite = 'finite numbers that are not all zeros ("on_invalid": "skip" leaves out facts with others)'
+    for store in (folder, tmp_path / "read"):
+        with serving(store) as client:
+            assert client.post("/v1/facts", json=facts("old", attributes={"year": 1})).status_code == 200
+            two = facts("n", "m", attributes={"x": 1})
+            two["facts"][1]["attributes"] = {"x": "one"}
+            short = facts("n", "m")
+            short["facts"][1]["embedding"] = [1.0]
+            sid = created(client)
+            for path, body, *said in (
+                ("facts", facts("f1", "n", "f2"), "facts.id", there, "'f1', 'f2'"),
+                ("facts", facts("n", "n"), "facts.id", "each id once", "'n' again"),
+                ("facts", facts("n", embedding=wrong), "facts.embedding", finite, "not finite as float32 in 'n'"),
+                ("facts", short, "facts[1].embedding", "8 numbers", "1"),
+                (
+                    "facts",
+                    facts("n", attributes={"year": "x"}),
+                    "attributes['year']",
+                    "an integer, as in the store",
+                    "a string",
+                ),
+                ("facts", two, "attributes['x']", "values of one type", "an integer, a string"),
+                ("facts/delete", {"ids": ["n", "f1"]}, "ids", "ids of facts that are in the store", "'n'"),
+                (f"sessions/{sid}/rank", rank(where={"no": 1}), "where", "source or one of ['year']", "'no'"),
+            ):
+                answer = client.post(f"/v1/{path}", json=body)
+                told = error_of(answer)
+                assert [told[name] for name in ("field", "expected", "got")] == said
+                assert told["message"] == "{}: expected {}, got {}".format(*said)
+                assert (answer.status_code, told["code"]) in ((422, "invalid"), (404, "not_found"))
+            assert client.get("/v1/stats").json()["facts"] == 61
+    with serving(folder) as client:
+        told = error_of(client.post("/v1/facts/release", json={"ids": ["f1"]}))
+    assert (told["field"], told["expected"], told["got"]) == ("ids", "ids of facts that are quarantined", "'f1'")

@@ -21,6 +21,43 @@ _LIBRARY = (  # how the library words its errors
     re.compile(r"^(?P<field>[a-z_]+): .*$", re.S),
 )
 
+_HERE = (  # what it says to those who call it in Python, and for those who ask over HTTP: field, expected, got
+    (
+        re.compile(r"^ids: (?P<ids>.*) in the store already \(upsert replaces\)$", re.S),
+        ("facts.id", "ids that are not in the store (PUT /v1/facts replaces those that are)", "{ids}"),
+    ),
+    (re.compile(r"^ids: (?P<ids>.*) more than once in one call$", re.S), ("facts.id", "each id once", "{ids} again")),
+    (
+        re.compile(
+            r"^embeddings: (?P<what>[a-z ]+) as (?P<type>\w+): (?P<ids>.*) \(on_invalid='skip' .*\)$",
+            re.S,
+        ),
+        (
+            "facts.embedding",
+            'finite numbers that are not all zeros ("on_invalid": "skip" leaves out facts with others)',
+            "{what} as {type} in {ids}",
+        ),
+    ),
+    (
+        re.compile(r"^(?P<field>\w+\[.*\]): expected (?P<kind>\w+) as in the store, got (?P<got>\w+)$", re.S),
+        ("{field}", "{kind}, as in the store", "{got}"),
+    ),
+    (
+        re.compile(r"^(?P<field>\w+\[.*\]): expected values of one type, got (?P<got>[\w, ]+)$", re.S),
+        ("{field}", "values of one type", "{got}"),
+    ),
+    (
+        re.compile(r"^ids: (?P<ids>.*) not in the store$", re.S),
+        ("ids", "ids of facts that are in the store", "{ids}"),
+    ),
+    (
+        re.compile(r"^ids: (?P<ids>.*) not quarantined$", re.S),
+        ("ids", "ids of facts that are quarantined", "{ids}"),
+    ),
+)
+_TYPES = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false"}
+"""What a type of Python is called in JSON."""
+
 
 class ErrorDetail(msgspec.Struct):
     """What is wrong, for programs and for people. `field` names the part of the request, where one is to blame."""
@@ -101,9 +138,25 @@ def of_library(error: Exception) -> Refusal | None:
     if isinstance(error, EmbeddingModelMismatch):
         return Refusal(409, "model_mismatch", str(error), field="embedding_model", **_worded(str(error), False))
     if isinstance(error, KeyError):
-        return Refusal(404, "not_found", str(error.args[0]) if error.args else "not found")
+        message = str(error.args[0]) if error.args else "not found"
+        return _here(message, 404, "not_found") or Refusal(404, "not_found", message)
     if isinstance(error, ValueError | TypeError):
-        return Refusal(422, "invalid", str(error), **_worded(str(error), True))
+        message = str(error)
+        return _here(message, 422, "invalid") or Refusal(422, "invalid", message, **_worded(message, True))
+    return None
+
+
+def _here(message: str, status: int, code: str) -> Refusal | None:
+    """A message of `_HERE` in the words of the API."""
+    for pattern, parts in _HERE:
+        found = pattern.match(message)
+        if found is not None:
+            said = found.groupdict()
+            for name in ("kind", "got"):
+                if name in said:
+                    said[name] = ", ".join(_TYPES.get(each, each) for each in said[name].split(", "))
+            field, expected, got = (part.format_map(said) for part in parts)
+            return invalid(field, expected, got, status=status, code=code)
     return None
 
 

@@ -36,7 +36,7 @@ async def _put(call: Call, put: Callable[..., Any]) -> Answer:
         added = put(
             [fact.id for fact in body.facts],
             [fact.text for fact in body.facts],
-            schema.matrix(vectors, tenant.dim, "facts.embedding"),
+            schema.matrix(vectors, tenant.dim, "facts[{}].embedding"),
             importance=[fact.importance for fact in body.facts],
             source=[fact.source for fact in body.facts],
             position=[fact.position for fact in body.facts],

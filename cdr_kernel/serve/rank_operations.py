@@ -16,7 +16,7 @@ from cdr_kernel.rank import Ranking
 from cdr_kernel.score import cdr_score
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.batching import Ask
-from cdr_kernel.serve.errors import Refusal, invalid, refuse
+from cdr_kernel.serve.errors import Refusal, invalid, of_library, refuse
 from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.session_operations import exit_body
@@ -79,7 +79,7 @@ def of_names(message: str) -> Refusal:
     field, _, what = message.partition(": ")
     if field == "multiplier":
         return invalid(field, "ids of facts that are in the store", what.removesuffix(" not in the store"))
-    return Refusal(422, "invalid", message, field="where")
+    return of_library(ValueError(message)) or Refusal(422, "invalid", message, field="where")
 
 
 async def rerank(call: Call) -> Answer:
@@ -141,13 +141,13 @@ def _reranked(
     texts: list[str],
     dim: int,
 ) -> schema.Reranked:
-    covered = schema.matrix(body.covered, dim, "covered") if body.covered else None
+    covered = schema.matrix(body.covered, dim, "covered[{}]") if body.covered else None
     depths = body.depths if body.depths is not None else [DEFAULT_DEPTH] * len(body.covered)
     columns = Columns.spec(
         query,
         coverage=covered,
         depth_weights=np.array(depths) if body.covered else None,
-        residual=schema.matrix(body.residual, dim, "residual") if body.residual else None,
+        residual=schema.matrix(body.residual, dim, "residual[{}]") if body.residual else None,
         min_relevance=-1.0 if body.min_relevance is None else body.min_relevance,
         first_window_pull=body.first_window_pull,
     )

@@ -448,10 +448,10 @@ def vector(value: bytes | list[float], dim: int, name: str) -> npt.NDArray[Any]:
 
 
 def matrix(values: list[bytes | list[float]], dim: int, name: str) -> npt.NDArray[Any]:
-    """[len(values), dim] of vectors, as in `vector`."""
+    """[len(values), dim] of vectors, as in `vector`. name: of one of them, with {} for its number."""
     if values and all(isinstance(value, bytes) and len(value) == 4 * dim for value in values):
         return np.frombuffer(b"".join(values), "<f4").reshape(len(values), dim)  # type: ignore[arg-type]  # all bytes
-    rows = [vector(value, dim, f"{name}[{i}]") for i, value in enumerate(values)]
+    rows = [vector(value, dim, name.format(i)) for i, value in enumerate(values)]
     return np.array(rows, np.float64) if rows else np.zeros((0, dim))
 
 
