@@ -272,6 +272,11 @@ class FactStore:
             known = self._rows()
             return np.array([known[i] for i in ids], np.int64)
 
+    def index_ids(self) -> None:
+        """Index the ids now, which else the first call that looks one up does."""
+        with self._lock:
+            self._rows()
+
     def _rows(self) -> dict[str, int]:
         if self._row_of is None:
             self._row_of = indexed(self._view)

@@ -22,7 +22,7 @@ from serving import (
     write_keys,
 )
 
-from cdr_kernel import Retriever, cdr_rank
+from cdr_kernel import FactStore, Retriever, cdr_rank
 
 pytest.importorskip("lance", reason="needs the store extra")
 pytest.importorskip("safetensors", reason="needs the store extra")
@@ -274,3 +274,19 @@ def test_refusals_are_in_the_words_of_the_api(folder, tmp_path):
     with serving(folder) as client:
         told = error_of(client.post("/v1/facts/release", json={"ids": ["f1"]}))
     assert (told["field"], told["expected"], told["got"]) == ("ids", "ids of facts that are quarantined", "'f1'")
+
+
+def test_ids_are_indexed_before_the_first_request(folder, tmp_path, monkeypatch):
+    make_store().save(tmp_path / "read")
+    asked = []
+    with monkeypatch.context() as patched:
+        patched.setattr("cdr_kernel.store.indexed", lambda view: asked.append(view) or {})
+        store = FactStore.load(tmp_path / "read")
+        assert not asked
+        store.index_ids()
+        store.index_ids()
+    assert len(asked) == 1
+    for opened in (folder, tmp_path / "read"):
+        with serving(opened) as client:
+            facts = client.app.state.service.tenants["default"].facts.facts
+            assert facts._row_of is not None

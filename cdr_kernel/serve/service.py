@@ -226,7 +226,7 @@ class Service:
             elif len(facts.facts) >= WORTH_CODES:
                 retriever.codes(facts.facts.view())  # those that are saved beside the store, if any
                 retriever.prepare(self._go_on)
-            "" in facts.facts  # noqa: B015  # indexes the ids now, not in the first request
+            facts.facts.index_ids()  # not in the first request
             local = LocalSessions(
                 ttl_s=settings.session_ttl_s,
                 most=settings.max_sessions,
