@@ -126,6 +126,10 @@ def ingest(
     facts = [fact for document in found for fact in document.facts]
     if not facts:
         fail(f"{documents}: expected documents with words, found none", as_json)
+    empty = [document.path for document in found if not document.facts]
+    if empty:
+        what = f"{len(empty)} of the documents gave no facts, nothing in them is outside of code and markup"
+        say(f"warning: {what}: {_few(empty)}")
     tasks = propose_tasks(found)
     encode = embedder(embed)
 

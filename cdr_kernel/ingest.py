@@ -29,7 +29,8 @@ _front_matter = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 _title = re.compile(r"^title:\s*(.+?)\s*$", re.MULTILINE)
 _heading = re.compile(r"^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*(?:\{#[^}]*\})?[ \t]*$")
 _underline = re.compile(r"^ {0,3}(=+|-+)[ \t]*$")
-_fence = re.compile(r"^[ \t>]*(`{3,}|~{3,})")
+_fence = re.compile(r"^[ \t>]*(`{3,}(?=[^`]*$)|~{3,})")  # text after backticks that has another one is inline code
+_fence_end = re.compile(r"^[ \t>]*(`{3,}|~{3,})[ \t]*$")
 _item = re.compile(r"^[ \t>]*(?:[-*+]|\d{1,9}[.)])[ \t]+")
 _rule = re.compile(r"^[ \t|:*_=-]{3,}$")
 _comment = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -169,11 +170,12 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
             yield 0, plain
 
     for line in text.splitlines():
-        opened = _fence.match(line)
         if fence:
-            if opened and opened[1].startswith(fence):
+            closed = _fence_end.match(line)
+            if closed and closed[1].startswith(fence):
                 fence = ""
             continue
+        opened = _fence.match(line)
         if opened:
             yield from done()
             fence = opened[1]

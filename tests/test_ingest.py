@@ -105,6 +105,23 @@ def test_long_paragraphs_are_cut_between_sentences_and_short_ones_joined():
     assert all(fact.text.endswith("many.") for fact in document.facts[:2])
 
 
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        (
+            "```pip install foo``` installs the tool.\n\nThe rest stays.",
+            "pip install foo installs the tool. The rest stays.",
+        ),
+        ("one\n\n```text\ncode\n```python\nstill code\n````\n\ntwo", "one two"),
+        ("one\n\n~~~ a ` b\ncode\n~~~\n\ntwo", "one two"),
+        ("one\n\n````\n```\ncode\n````\n\ntwo", "one two"),
+        ("one\n\n```\ncode to the end\n\nof the file", "one"),
+    ],
+)
+def test_fences_are_those_of_commonmark(text, facts):
+    assert " ".join(fact.text for fact in cut("p.md", text).facts) == facts
+
+
 def test_plain_text_has_paragraphs_and_no_markup():
     document = cut("notes.txt", "# not a heading *x*\n\nsecond paragraph " + "of words " * 10, markup=False)
     assert document.facts[0].text.startswith("# not a heading *x* second paragraph")
@@ -204,6 +221,15 @@ def test_two_commands_from_documents_to_the_experiment(docs, tmp_path, monkeypat
     again = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"])
     assert again.exit_code == 0, again.output
     assert f"{len(store)} facts" in again.stdout
+
+
+def test_ingest_names_documents_without_facts(docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    (docs / "open.md").write_text("```\nnever closed\n\n" + a_page("Lost", ["a", "b"]))
+    result = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(tmp_path / "store"), "--embed", "toy"])
+    assert result.exit_code == 0, result.output
+    assert "warning: 1 of the documents gave no facts" in result.stderr
+    assert result.stderr.rstrip().endswith(": open.md")
 
 
 def test_ingest_refuses_a_folder_of_other_files(docs):
