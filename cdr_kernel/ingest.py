@@ -5,17 +5,20 @@ sub-queries.
     facts = [fact for document in documents for fact in document.facts]
     tasks = propose_tasks(documents)
 
-Markdown and plain text, UTF-8. Markup, code, comments, front matter, tables' rules and shortcodes go; what is left is
-cut into facts of about 15 to 120 words that never cross a heading.
+Markdown and plain text, UTF-8. Markup, blocks of code, comments, front matter, tables' rules and shortcodes go; code
+within a line stays to the letter. What is left is cut into facts of about 15 to 120 words that never cross a heading.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.common.utils import normalizeReference
 
 from cdr_kernel.constants import MAX_WINDOWS
 from cdr_kernel.files import TASK_SCHEMA, FileError
@@ -33,18 +36,36 @@ _fence = re.compile(r"^[ \t>]*(`{3,}(?=[^`]*$)|~{3,})")  # text after backticks 
 _fence_end = re.compile(r"^[ \t>]*(`{3,}|~{3,})[ \t]*$")
 _item = re.compile(r"^[ \t>]*(?:[-*+]|\d{1,9}[.)])[ \t]+")
 _rule = re.compile(r"^[ \t|:*_=-]{3,}$")
-_comment = re.compile(r"<!--.*?-->", re.DOTALL)
+_definition = re.compile(r"^ {0,3}\[([^\]]+)\]:\s+\S+.*$", re.MULTILINE)
 _shortcode_text = re.compile(r"\{\{[<%][^{}]*?\btext=\"([^\"]*)\"[^{}]*?[>%]\}\}")
 _shortcode_heading = re.compile(r"\{\{%\s*heading\s+\"([^\"]*)\"\s*%\}\}")
-_shortcode = re.compile(r"\{\{[<%].*?[>%]\}\}", re.DOTALL)
-_image = re.compile(r"!\[[^\]]*\](?:\([^)]*\)|\[[^\]]*\])?")
-_link = re.compile(r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]]*\])")
-_definition = re.compile(r"^ {0,3}\[[^\]]+\]:\s+\S+.*$")
-_tag = re.compile(r"</?[A-Za-z][^<>]*>")
-_mark = re.compile(r"(\*\*|__|\*|`+|~~)(?=\S)(.+?)(?<=\S)\1")
-_escape = re.compile(r"\\([\\`*_{}\[\]()#+.!|<>~-])")
-_PRIVATE = 0xE000  # escaped characters wait here while marks are taken away
-_escaped = re.compile(f"[{chr(_PRIVATE)}-{chr(_PRIVATE + 127)}]")
+_shortcode_or_code = re.compile(  # whichever comes first: what stands in code is neither comment nor shortcode
+    r"\\[\\`<{]"
+    r"|^[ \t>]*(?P<fence>`{3,}(?=[^`\n]*$)|~{3,})[^\n]*(?:\n.*?^[ \t>]*(?P=fence)[`~]*[ \t]*$|.*\Z)"
+    r"|(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)(?P=ticks)(?!`)"
+    r"|(?P<comment><!--.*?-->)"
+    r"|(?P<shortcode>\{\{[<%].*?[>%]\}\})",
+    re.DOTALL | re.MULTILINE,
+)
+_key = re.compile(r"[\"']?[\w$][\w$ ./-]*[\"']?[ \t]*:(?:[ \t]|$)")
+_no_key = re.compile(r"[ \t#\]}-]|$")  # what else a line of front matter begins with
+_tag = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9-]*)(.*)>", re.DOTALL)
+_inline_tag = re.compile(
+    r"a|abbr|acronym|audio|b|bdi|bdo|big|button|canvas|cite|code|data|datalist|del|dfn|em|embed|font|i|iframe"
+    r"|img|input|ins|kbd|label|map|mark|meter|nobr|noscript|object|output|picture|progress|q|rp|rt|ruby|s|samp"
+    r"|script|select|slot|small|source|span|strike|strong|style|sub|sup|svg|template|textarea|time|track|tt|u"
+    r"|var|video|wbr",
+    re.IGNORECASE,
+)
+_block_tag = re.compile(
+    r"address|area|article|aside|base|blockquote|body|br|caption|center|col|colgroup|dd|details|dialog|div|dl"
+    r"|dt|fieldset|figcaption|figure|footer|form|frame|frameset|h1|h2|h3|h4|h5|h6|head|header|hgroup|hr|html"
+    r"|legend|li|link|main|menu|meta|nav|ol|optgroup|option|p|param|pre|search|section|summary|table|tbody|td"
+    r"|tfoot|th|thead|title|tr|ul",
+    re.IGNORECASE,
+)
+# Without text_join escaped characters are tokens of their own.
+_inline = MarkdownIt("commonmark").enable("strikethrough").disable("text_join")
 _sentence = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
@@ -133,7 +154,7 @@ def cut(path: str, text: str, *, markup: bool = True) -> Document:
     named = False
     if markup:
         found = _front_matter.match(text)
-        if found:
+        if found and _keys_and_values(found[1]):
             text = text[found.end() :]
             given = _title.search(found[1])
             if given:
@@ -156,15 +177,21 @@ def cut(path: str, text: str, *, markup: bool = True) -> Document:
     return Document(path, title, tuple(facts))
 
 
+def _keys_and_values(text: str) -> bool:
+    """Whether what stands between two rules is front matter: a YAML mapping by its looks."""
+    lines = [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
+    return bool(lines and _key.match(lines[0])) and all(_key.match(line) or _no_key.match(line) for line in lines)
+
+
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
     """(0, a paragraph or list item) and (level, a heading), in order, without markup."""
-    text = _shortcode_text.sub(r"\1", _comment.sub("", text))
-    text = _shortcode.sub("", _shortcode_heading.sub(lambda m: m[1].capitalize(), text))
+    text = _shortcode_or_code.sub(_without_shortcode, text)
+    targets = {normalizeReference(label): {"href": "", "title": ""} for label in _definition.findall(text)}
     fence = ""
     block: list[str] = []
 
     def done() -> Iterator[tuple[int, str]]:
-        plain = _plain(" ".join(block))
+        plain = _plain("\n".join(block), targets)
         block.clear()
         if plain:
             yield 0, plain
@@ -184,13 +211,14 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
         underline = _underline.match(line)
         if heading:
             yield from done()
-            name = _plain(heading[2])
+            name = _plain(heading[2], targets)
             if name:
                 yield len(heading[1]), name
         elif underline and len(block) == 1 and not _item.match(block[0]):
-            name = _plain(block[0])
+            name = _plain(block[0], targets)
             block.clear()
-            yield (1 if underline[1][0] == "=" else 2), name
+            if name:
+                yield (1 if underline[1][0] == "=" else 2), name
         elif not line.strip() or _rule.match(line):
             yield from done()
         elif not _definition.match(line):
@@ -201,14 +229,43 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
     yield from done()
 
 
-def _plain(text: str) -> str:
-    """A piece of Markdown without its marks."""
-    text = _escape.sub(lambda m: chr(_PRIVATE + ord(m[1])), text)
-    text = _tag.sub("", _link.sub(r"\1", _image.sub("", text)))
-    for _ in range(3):  # marks inside marks
-        text = _mark.sub(r"\2", text)
-    text = _escaped.sub(lambda m: chr(ord(m[0]) - _PRIVATE), text.replace("|", " "))
-    return " ".join(text.split())
+def _without_shortcode(found: re.Match[str]) -> str:
+    """What stays of a comment (nothing), a shortcode (the text it shows) or anything else (all of it)."""
+    if found["comment"]:
+        return ""
+    if not found["shortcode"]:
+        return found[0]
+    shown = _shortcode_text.fullmatch(found[0])
+    heading = _shortcode_heading.fullmatch(found[0])
+    return shown[1] if shown else heading[1].capitalize() if heading else ""
+
+
+def _plain(text: str, targets: Mapping[str, Mapping[str, str]]) -> str:
+    """A piece of Markdown without its marks; code to the letter. targets: labels that the document defines, normal."""
+    parts = []
+    for token in _inline.parseInline(text, {"references": targets})[0].children or ():
+        if token.type == "text":
+            parts.append(token.content.replace("|", " "))  # between the cells of a table
+        elif token.type in ("text_special", "code_inline"):
+            parts.append(token.content)
+        elif token.type in ("softbreak", "hardbreak"):
+            parts.append(" ")
+        elif token.type == "html_inline":
+            parts.append(_html(token.content))
+    return " ".join("".join(parts).split())
+
+
+def _html(text: str) -> str:
+    """What stays of a piece of HTML: all of what only looks like a tag, as a placeholder or the argument of a type."""
+    tag = _tag.fullmatch(text)
+    if not tag:
+        return ""  # a comment, a declaration or an instruction
+    slash, name, rest = tag.groups()
+    if name not in (name.lower(), name.upper()) or (len(name) == 1 and name.isupper() and not slash and not rest):
+        return text
+    if _block_tag.fullmatch(name):
+        return " "
+    return "" if _inline_tag.fullmatch(name) else text
 
 
 def _sized(blocks: Iterable[str]) -> Iterator[str]:

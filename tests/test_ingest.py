@@ -122,6 +122,54 @@ def test_fences_are_those_of_commonmark(text, facts):
     assert " ".join(fact.text for fact in cut("p.md", text).facts) == facts
 
 
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("Run `kubectl get <pod-name>` now", "Run kubectl get <pod-name> now"),
+        (
+            "A `Map<String, Integer>`, a `<div>`, `__init__` and `**kw`",
+            "A Map<String, Integer>, a <div>, __init__ and **kw",
+        ),
+        (
+            "``a `b` <i>`` and `x | y` and `{{< note >}}` and `<!-- c -->`",
+            "a `b` <i> and x | y and {{< note >}} and <!-- c -->",
+        ),
+        ("A std::vector<int> or List<Item> or Vec<S>", "A std::vector<int> or List<Item> or Vec<S>"),
+        ("ssh <user>@<host> to <pod-name>, where a < b > c", "ssh <user>@<host> to <pod-name>, where a < b > c"),
+        ("<b>bold</b> <a href='x'>link</a>, H<sub>2</sub>O<br>one<br/>two", "bold link, H2O one two"),
+        ("<TABLE><TR><TD>one</TD><TD>two</TD></TABLE><!DOCTYPE x><?php y ?>", "one two"),
+        ("See <https://example.com/a?b=c> and <me@example.com>", "See https://example.com/a?b=c and me@example.com"),
+        ("[a](http://x/a_(b)) [c](<x y> 'title') [d][] [e][d] [f][g] ![h](i_(j))\n\n[d]: /x", "a c d e [f][g]"),
+        ("*a* _b_ **c** __d__ ~~e~~ ***f*** snake_case_name", "a b c d e f snake_case_name"),
+        ("\\*a\\* \\`b\\` c \\| d &lt;e&gt; &amp; f", "*a* `b` c | d <e> & f"),
+        ("before <!-- one\n\ntwo --> after", "before after"),
+        ("before `<!--` between `-->` after", "before <!-- between --> after"),
+        ("before\n\n```\n<!-- in code\n```\n\nbetween -->\n\nafter", "before between --> after"),
+    ],
+)
+def test_code_stays_to_the_letter_and_only_markup_goes(text, plain):
+    assert " ".join(fact.text for fact in cut("p.md", text).facts) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "title", "facts"),
+    [
+        ("---\nAn intro\nof two lines.\n\n---\n\nThe rest.", "p", "An intro of two lines. The rest."),
+        ("---\n\nNote: an intro,\nof two lines\n\n---\n\nThe rest.", "p", "Note: an intro, of two lines The rest."),
+        ("---\n---\n\nThe rest.", "p", "The rest."),
+        ("---\n\n- one\n- two\n\n---\n\nThe rest.", "p", "one two The rest."),
+        (
+            "---\n# a comment\ntitle: T\n\nlist:\n- a\n  b: c\n'quoted key': >\n  folded\nflow: [\n]\n---\nThe rest.",
+            "T",
+            "The rest.",
+        ),
+    ],
+)
+def test_front_matter_is_keys_and_values(text, title, facts):
+    document = cut("p.md", text)
+    assert (document.title, " ".join(fact.text for fact in document.facts)) == (title, facts)
+
+
 def test_plain_text_has_paragraphs_and_no_markup():
     document = cut("notes.txt", "# not a heading *x*\n\nsecond paragraph " + "of words " * 10, markup=False)
     assert document.facts[0].text.startswith("# not a heading *x* second paragraph")
