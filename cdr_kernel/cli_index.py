@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +19,8 @@ import cdr_kernel.store
 from cdr_kernel.cli_command import fail
 from cdr_kernel.cli_inputs import check_source, embedder, make_source
 from cdr_kernel.cli_options import AsJson, EmbedOption
-from cdr_kernel.files import facts_on_disk, write_json, write_lines
+from cdr_kernel.files import facts_on_disk, json_lines, json_text, write_draft
+from cdr_kernel.folder import leave, sync_folder, turn
 from cdr_kernel.index import FactFile
 from cdr_kernel.terminal import Progress, print_json, say, show
 
@@ -154,10 +157,15 @@ def ingest(
     for i, task in enumerate(tasks["tasks"]):
         made = encode([task["query"], *(item["text"] for item in task["sub_queries"])])
         asked[f"{i}:query"], asked[f"{i}:subs"] = made[0], made[1:]
-    store.save(output)
-    write_lines(output / "facts.jsonl", [fact.as_dict() for fact in facts])
-    write_json(output / "tasks.json", tasks)
-    np.savez(output / "queries.npz", **asked)
+    archive = io.BytesIO()
+    np.savez(archive, **asked)
+    beside = {
+        "facts.jsonl": json_lines(fact.as_dict() for fact in facts).encode("ascii"),
+        "tasks.json": json_text(tasks).encode("ascii"),
+        "queries.npz": archive.getvalue(),
+    }
+    with _writing(output, *beside):
+        _save_with(store, output, beside)
     numbers = {"documents": len(found), "facts": len(facts), "tasks": len(tasks["tasks"])}
     if as_json:
         print_json({"store": str(output), **numbers, "dim": store.dim, "model": embed})
@@ -189,14 +197,41 @@ def _make_durable(facts: cdr_kernel.FactStore, output: Path, codes: bool) -> Non
         made.snapshot(codes=codes)
 
 
+def _save_with(store: cdr_kernel.FactStore, output: Path, beside: Mapping[str, bytes]) -> None:
+    """Save a store, and files beside it by their names. They are on the disk before the store is put in place, and are
+    only renamed afterwards: where something cannot be written all is as it was."""
+    drafts: dict[Path, Path] = {}
+
+    def write(_: Path) -> dict[str, Any]:
+        for name, content in beside.items():
+            drafts[output / name] = write_draft(output / name, content)
+        return {}
+
+    made = not output.exists()
+    try:
+        store.save(output, about=write)
+        for path, draft in drafts.items():
+            os.replace(draft, path)
+        sync_folder(output)
+    except BaseException:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+        if output.exists():
+            with turn(output):
+                leave(output, made)
+        raise
+
+
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Errors of writing name the folder that the user gave, not the files in it."""
+def _writing(path: Path, *beside: str) -> Iterator[None]:
+    """Errors of writing name the folder that the user gave, not the files in it but those that are named here."""
     try:
         yield
     except FileExistsError:
         raise
     except OSError as error:
+        if error.filename in [str(path / name) for name in beside]:
+            raise
         reason = error.strerror or str(error)
         raise OSError(error.errno, f"the store could not be written ({reason})", str(path)) from error
 

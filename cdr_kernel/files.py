@@ -16,7 +16,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -544,12 +544,17 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     A file that is there keeps its mode. What is no regular file, and standard output, is written to as it stands.
     OSErrors name `path`, whatever the file at fault.
     """
-    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_text(path, json_text(document))
 
 
-def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write records as lines of JSON, as `write_json` writes."""
-    write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document as `write_json` writes it, in ASCII characters."""
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+
+def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records as JSON, one a line, in ASCII characters."""
+    return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -575,21 +580,42 @@ def _write_through(path: Path, text: str) -> None:
 
 
 def _replace(target: Path, text: str) -> None:
+    draft = _draft(target, text.encode("ascii"))
+    try:
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_draft(path: Path, content: bytes) -> Path:
+    """Write and sync a file to be renamed to a path: in the same folder, with the mode of the file that is there.
+
+    Raises OSError that names `path` where it cannot be written to; no draft is left then.
+    """
+    check_output(path)
+    try:
+        return _draft(path, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _draft(target: Path, content: bytes) -> Path:
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     draft = target.with_name(f".cdr-{secrets.token_hex(8)}")
     try:
         # Never open to more readers than the file it replaces.
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode & 0o600)
-        with open(handle, "w", encoding="ascii") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            file.write(content)
             file.flush()
             if mode is not None:
                 os.chmod(draft, mode)
             os.fsync(file.fileno())
-        os.replace(draft, target)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+    return draft
 
 
 def first_place(path: Path, id: str) -> str:

@@ -78,7 +78,7 @@ class Kind:
                     shutil.rmtree(data, ignore_errors=True)
                     with contextlib.suppress(OSError):
                         draft.unlink(missing_ok=True)
-                    _leave(folder, made)
+                    leave(folder, made)
                 raise
             sync_folder(folder)
             self._sweep(folder, data)
@@ -234,8 +234,8 @@ def _wait(handle: int) -> bool:
     return True
 
 
-def _leave(folder: Path, made: bool) -> None:
-    """Take the lock away where it is all there is, and the folder where it was made here."""
+def leave(folder: Path, made: bool) -> None:
+    """Take the lock away where it is all there is, and the folder where it was made here; to be called in a `turn`."""
     with contextlib.suppress(OSError):
         if [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()

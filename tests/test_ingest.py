@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 import zlib
 
 import numpy as np
@@ -269,6 +272,50 @@ def test_two_commands_from_documents_to_the_experiment(docs, tmp_path, monkeypat
     again = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"])
     assert again.exit_code == 0, again.output
     assert f"{len(store)} facts" in again.stdout
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("A first text.")
+    out, sync, named = tmp_path / "store", os.fsync, set()
+
+    def ingested():
+        return CliRunner().invoke(app, ["ingest", str(tmp_path / "docs"), "-o", str(out), "--embed", "toy"])
+
+    def files():
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} if out.exists() else None
+
+    if before:
+        assert ingested().exit_code == 0
+        (tmp_path / "docs" / "a.md").write_text("Another text.")
+    held = files()
+    for room in range(50):
+        left = iter(range(room))
+
+        def full(handle, left=left):
+            if stat.S_ISREG(os.fstat(handle).st_mode) and next(left, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            sync(handle)
+
+        monkeypatch.setattr(os, "fsync", full)
+        result = ingested()
+        if result.exit_code == 0:
+            break
+        assert result.exit_code == 1
+        assert files() == held
+        assert "No space left on device" in result.stderr
+        named |= {name for name in ("facts.jsonl", "tasks.json", "queries.npz") if f"{out / name}: " in result.stderr}
+        assert f"{out}" in result.stderr
+    assert room > 10
+    assert named == {"facts.jsonl", "tasks.json", "queries.npz"}
+    assert {path.name for path in out.iterdir() if not path.name.startswith("data-")} == {
+        "facts.jsonl", "manifest.json", "queries.npz", "save.lock", "tasks.json"
+    }  # fmt: skip
+    assert len(FactStore.load(out)) == 1
+    with np.load(out / "queries.npz", allow_pickle=False) as asked:
+        assert asked.files == []
 
 
 def test_ingest_names_documents_without_facts(docs, tmp_path, monkeypatch):
