@@ -322,6 +322,7 @@ def propose_tasks(documents: Iterable[Document]) -> dict[str, Any]:
             k = max(LEAST_PER_WINDOW, min(MOST_PER_WINDOW, relevant // (MAX_WINDOWS + 1)))
             if not LEAST_TOPICS <= len(topics) <= MOST_TOPICS or relevant < MAX_WINDOWS * k:
                 continue
+            listed = {fact for found in topics.values() for fact in found}
             tasks.append(
                 {
                     "id": f"{kind}:{document.path}" + (f"#{query}" if kind == "section" else ""),
@@ -339,14 +340,10 @@ def propose_tasks(documents: Iterable[Document]) -> dict[str, Any]:
                         }
                         for j, (heading, found) in enumerate(topics.items())
                     ],
-                    "other_on_page_ids": [fact.id for fact in document.facts if fact not in _listed(topics)],
+                    "other_on_page_ids": [fact.id for fact in document.facts if fact not in listed],
                 }
             )
     return {"schema": TASK_SCHEMA, "tasks": tasks}
-
-
-def _listed(topics: dict[str, list[DocumentFact]]) -> set[DocumentFact]:
-    return {fact for found in topics.values() for fact in found}
 
 
 def _scopes(document: Document) -> Iterator[tuple[int, str, str, list[DocumentFact]]]:

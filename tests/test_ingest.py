@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from cdr_kernel import FactStore, embedder
 from cdr_kernel.cli import app
 from cdr_kernel.files import FileError, read_tasks
-from cdr_kernel.ingest import cut, propose_tasks, read_documents
+from cdr_kernel.ingest import DocumentFact, cut, propose_tasks, read_documents
 from cdr_kernel.quality import evaluate, load_corpus, ranked, summarise
 
 PAGE = """---
@@ -234,6 +234,16 @@ def test_tasks_are_pages_and_sections_with_enough_headings(docs, tmp_path):
     (task,) = propose_tasks([section])["tasks"]
     assert (task["kind"], task["query"]) == ("section", "Guide: part")
     assert [s["label"] for s in task["sub_queries"]] == list("abcd")
+
+
+def test_tasks_look_at_each_fact_a_few_times(monkeypatch):
+    looked = []
+    hashed = DocumentFact.__hash__
+    document = cut("p.md", a_page("Page", ["a", "b", "c", "d"], 50))
+    monkeypatch.setattr(DocumentFact, "__hash__", lambda fact: looked.append(fact) or hashed(fact))
+    (task,) = propose_tasks([document])["tasks"]
+    assert task["other_on_page_ids"] == ["p.md#0"]
+    assert 0 < len(looked) < 5 * len(document.facts)
 
 
 def fake_embedder(model):
