@@ -11,9 +11,9 @@ from typing import Any
 import typer
 
 import cdr_kernel
-from cdr_kernel.files import FileError, Task, names_array, read_task_vectors, read_vector
+from cdr_kernel.files import FileError, Task, names_array, read_one_or_more, read_task_vectors, read_vector
 
-_MISTYPED = re.compile(r"\S+\.np[a-z]?:?\S*")  # a --query that is meant to be a file
+_MISTYPED = re.compile(r"\S+\.np[a-z]?:?\S*")  # a query that is meant to be a file
 
 
 def opened_store(path: Path) -> cdr_kernel.FactStore:
@@ -109,17 +109,33 @@ def own_embedder(store: cdr_kernel.FactStore, otherwise: str) -> Callable[[list[
 
 def query_vector(query: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
     """The query [D]: an array in a file, or a text and a model."""
-    if names_array(query) or os.path.isfile(query):
-        if embed is not None:
-            raise typer.BadParameter(f"--embed is for a text, but --query {query!r} names an array")
+    if _is_array(query, "--query", embed):
         return read_vector(query, store.dim)
+    return _embedded(query, "--query", store, embed)
+
+
+def query_vectors(queries: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
+    """The queries [Q, D]: an array in a file, where [D] is one query, or a text, which is one too, and a model."""
+    if _is_array(queries, "--queries", embed):
+        return read_one_or_more(queries, store.dim)
+    return _embedded(queries, "--queries", store, embed)[None]
+
+
+def _is_array(query: str, option: str, embed: str | None) -> bool:
+    found = names_array(query) or os.path.isfile(query)
+    if found and embed is not None:
+        raise typer.BadParameter(f"--embed is for a text, but {option} {query!r} names an array")
+    return found
+
+
+def _embedded(query: str, option: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
     if not query.strip():
-        raise typer.BadParameter("expected Q.npy, FILE.npz:KEY or a text", param_hint="--query")
+        raise typer.BadParameter("expected Q.npy, FILE.npz:KEY or a text", param_hint=option)
     if _MISTYPED.fullmatch(query):
         raise FileError(f"{query}: no such file, expected Q.npy, FILE.npz:KEY or a text")
     if embed is not None:
         return embedder(embed, store)([query])[0]
-    what = f"--query {query!r} is no file, so it is a text: expected --embed MODEL, Q.npy or FILE.npz:KEY"
+    what = f"{option} {query!r} is no file, so it is a text: expected --embed MODEL, Q.npy or FILE.npz:KEY"
     return own_embedder(store, what)([query])[0]
 
 

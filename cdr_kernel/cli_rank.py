@@ -8,7 +8,7 @@ import numpy as np
 import typer
 
 import cdr_kernel
-from cdr_kernel.cli_inputs import check_released, opened_store, query_vector, where_filter
+from cdr_kernel.cli_inputs import check_released, opened_store, query_vector, query_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
     EmbedOption,
@@ -143,14 +143,17 @@ def rank(
 
 def gate(
     store: StoreArgument,
-    queries: Annotated[str, typer.Option(metavar="Q.npy", help="Vectors [Q, D] of queries (or FILE.npz:KEY).")],
+    queries: Annotated[
+        str, typer.Option(metavar="Q", help="Vectors [Q, D] or one [D]: Q.npy, FILE.npz:KEY; or one text (--embed).")
+    ],
     k: Annotated[int, typer.Option("--k", min=1, help="Facts per envelope.")] = 10,
     windows: Annotated[int, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help="Windows per task.")] = MAX_WINDOWS,
+    embed: EmbedOption = None,
     as_json: AsJson = False,
 ) -> None:
     """How many facts pass a relevance gate in this store, and a gate that fits its embedding model."""
     opened = opened_store(store)
-    report = cdr_kernel.gate_report(opened, read_vectors(queries, opened.dim), k=k, windows=windows)
+    report = cdr_kernel.gate_report(opened, query_vectors(queries, opened, embed), k=k, windows=windows)
     found = report.as_dict()
     if as_json:
         print_json({"store": str(store), **found})

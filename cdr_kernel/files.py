@@ -276,8 +276,10 @@ def names_array(argument: str) -> bool:
     return argument.endswith((".npy", ".npz")) or _IN_NPZ.fullmatch(argument) is not None
 
 
-def read_array(spec: str, ndim: int) -> npt.NDArray[Any]:
+def read_array(spec: str, ndim: int | None) -> npt.NDArray[Any]:
     """The array of floats at `spec`: FILE.npy (mapped into memory) or FILE.npz:KEY; [D] is read from [1, D] as well.
+
+    ndim: 1 for [D], 2 for [N, D], None for [N, D] that is read from [D] as well.
 
     Raises FileError for another number of dimensions, other dtypes than float16, float32 and float64, a missing key
     (with those that are there) and an unreadable file; nothing is unpickled.
@@ -315,7 +317,9 @@ def read_array(spec: str, ndim: int) -> npt.NDArray[Any]:
         raise FileError(f"{spec}: expected float16, float32 or float64, got {array.dtype}")
     if ndim == 1 and array.ndim == 2 and len(array) == 1:
         array = array[0]
-    if array.ndim != ndim:
+    if ndim is None and array.ndim == 1:
+        array = array[None]
+    if array.ndim != (ndim or 2):
         expected = "[D]" if ndim == 1 else "[N, D]"
         raise FileError(f"{spec}: expected shape {expected}, got {list(array.shape)}")
     return array
@@ -339,6 +343,11 @@ def read_vector(spec: str, dim: int) -> Float64:
 def read_vectors(spec: str, dim: int) -> Float64:
     """The vectors at `spec` as float64 [n, dim], each finite and not zero, else FileError."""
     return _checked(read_array(spec, 2), dim, spec)
+
+
+def read_one_or_more(spec: str, dim: int) -> Float64:
+    """As `read_vectors`; one vector [dim] is read as [1, dim]."""
+    return _checked(read_array(spec, None), dim, spec)
 
 
 def _checked(array: npt.NDArray[Any], dim: int, spec: str) -> Float64:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from commands import GATE, QUERIES, TASK, fails, index_demo, invoke, json_of
 
-from cdr_kernel import Retriever, Session, WindowReport, cdr_rank, demo
+from cdr_kernel import Retriever, Session, WindowReport, cdr_rank, demo, embedder
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_rank_says_when_the_gate_leaves_fewer_than_k(store):
     assert "fewer than --k 50: see `cdr gate`" in result.stderr
 
 
-def test_gate(store):
+def test_gate(store, tmp_path):
     found = json_of(invoke("gate", store, "--queries", f"{QUERIES}:0:subs", "--json", "--k", "5"))
     assert (found["facts"], found["wanted"], found["model"]) == (478, 25, "demo-model")
     assert [row["gate"] for row in found["gates"]] == [0.5, 0.55, 0.65]
@@ -95,3 +95,21 @@ def test_gate(store):
     text = invoke("gate", store, "--queries", f"{QUERIES}:0:subs", "--k", "5").stdout
     assert f"--min-relevance {found['suggested_min_relevance']:g} leaves 25 facts to nine queries in ten." in text
     assert "expected a NumPy array" in fails("gate", store, "--queries", TASK)
+    np.save(tmp_path / "cube.npy", np.ones((1, 1, 1)))
+    assert "expected shape [N, D], got [1, 1, 1]" in fails("gate", store, "--queries", tmp_path / "cube.npy")
+
+
+def test_gate_takes_one_query_as_a_vector_or_as_a_text(store, tmp_path, monkeypatch):
+    one = json_of(invoke("gate", store, "--queries", f"{QUERIES}:0:query", "--json"))
+    corpus = demo.load()
+    np.save(tmp_path / "q.npy", corpus.query[None])
+    assert json_of(invoke("gate", store, "--queries", tmp_path / "q.npy", "--json")) == one
+    assert one["queries"] == 1
+    monkeypatch.setattr(embedder, "load_embedder", lambda model: lambda texts: np.array([corpus.query] * len(texts)))
+    asked = ("gate", store, "--queries", "how pods talk", "--json")
+    assert json_of(invoke(*asked, "--embed", "demo-model")) == one
+    assert "--queries 'how pods talk' is no file, so it is a text: expected --embed" in fails(*asked, code=2)
+    assert "expected Q.npy, FILE.npz:KEY or a text" in fails("gate", store, "--queries", " ", code=2)
+    assert "--embed is for a text, but --queries" in fails(
+        "gate", store, "--queries", f"{QUERIES}:0:subs", "--embed", "demo-model", code=2
+    )
