@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cdr_kernel.checks import few
+
 if TYPE_CHECKING:
     import pandas
     import pyarrow
@@ -89,8 +91,15 @@ def shown(ranking: Ranking) -> Table:
     left = len(ranking) - len(rows)
     note = f"and {left} more" if left else ""
     names = tuple(name.replace("_", " ") for name in _SHOWN)
-    title = f"{len(ranking)} facts of {ranking.qualified} that qualified"
+    title = f"{len(ranking)} facts of {ranking.qualified} that qualified{missing(ranking)}"
     return Table(title, ("rank", "id", *names, "text"), rows, note)
+
+
+def missing(ranking: Ranking) -> str:
+    """What is to be said of an incomplete ranking, "" of a complete one."""
+    if ranking.complete:
+        return ""
+    return ", INCOMPLETE" + (f": no answer from {few(ranking.missing_shards)}" if ranking.missing_shards else "")
 
 
 def one_line(text: str) -> str:

@@ -56,7 +56,7 @@ class Ranking:
     facts: a tuple, or of a ranking without k a sequence that makes them when they are looked at (`stored`).
 
     complete: whether all facts were looked at; only shards that could not be reached in time make it False
-    (see `sharded`), and missing_shards names them.
+    (see `sharded`), and missing_shards names them. What a ranking shows of itself says so.
     """
 
     facts: Sequence[Fact]
@@ -111,7 +111,7 @@ class Ranking:
 
     def __repr__(self) -> str:
         best = f", best {self.facts[0].id!r} at {self.score[0]:.4f}" if self.facts else ""
-        return f"<Ranking of {len(self)} facts, {self.qualified} qualified{best}>"
+        return f"<Ranking of {len(self)} facts, {self.qualified} qualified{best}{frame.missing(self)}>"
 
     def __str__(self) -> str:
         return frame.plain(frame.shown(self))

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _THREADS = 4
 _UNLIMITED = -1
+_MOST_WAIT = 10.0  # seconds at opening, for actors that may not get what they reserve
 
 
 def ray_module() -> ModuleType:
@@ -120,7 +122,7 @@ def open_on_ray(
     timeout: float = 10.0,
     hedge_after: float | None = None,
     max_in_flight: int = 8,
-    num_cpus: float = 1.0,
+    num_cpus: float = 0.0,
     num_gpus: float = 0.0,
     device: str | Mapping[str, str] | None = None,
     device_dtype: str | None = None,
@@ -131,10 +133,15 @@ def open_on_ray(
 
     home: a path that every node can read (and write, for ``save``), or a `LanceHome`. verify: whether an actor reads
     its shard whole before it answers, and compares it with its checksums. timeout, hedge_after, max_in_flight: see
-    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. device, device_dtype: as in ``ShardedStore.open``; where
+    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. 0 CPUs, as Ray's own running actors reserve: a
+    reservation limits no processor use, it only keeps an actor from starting where shards x replicas x num_cpus are not
+    free, and an actor that never starts answers nothing. device, device_dtype: as in ``ShardedStore.open``; where
     some shards have a device, the others reserve no GPU, and "cuda" is the one that Ray gives the actor.
-    threads: requests that an actor works on at a time, at least 1. options: further ones for ``actor.options``. Raises
-    ImportError without Ray, RuntimeError before ``ray.init``, and what ``ShardedStore.open`` raises.
+    threads: requests that an actor works on at a time, at least 1. options: further ones for ``actor.options``.
+
+    Where less is free than the actors reserve, they are waited for, 10 s and `timeout` at most; a RuntimeWarning then
+    says how many have not started, what they reserve and what the cluster has. Rankings without them are incomplete.
+    Raises ImportError without Ray, RuntimeError before ``ray.init``, and what ``ShardedStore.open`` raises.
     """
     ray = ray_module()
     if not ray.is_initialized():
@@ -160,6 +167,50 @@ def open_on_ray(
         gpus = 0.0 if own is None and device is not None else num_gpus
         actor = ray.remote(ShardActor).options(**{"num_gpus": gpus, **settings})
         what = place, name, tokenizer, hash_key, verify, own, device_dtype
-        return [RayReplica(lambda: actor.remote(*what)) for _ in range(replicas)]
+        made = [RayReplica(lambda: actor.remote(*what)) for _ in range(replicas)]
+        started.extend((each.actor, reserved(gpus)) for each in made)
+        return made
 
-    return ShardedStore.of_manifest(place, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)
+    def reserved(gpus: float) -> dict[str, float]:
+        amounts = {
+            "CPU": settings["num_cpus"],
+            "GPU": settings.get("num_gpus", gpus),
+            **(settings.get("resources") or {}),
+        }
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    started: list[tuple[Any, dict[str, float]]] = []
+    free = ray.available_resources()
+    store = ShardedStore.of_manifest(place, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)
+    _warn_of_waiting(started, free, min(timeout, _MOST_WAIT))
+    return store
+
+
+def _warn_of_waiting(started: Sequence[tuple[Any, dict[str, float]]], free: Mapping[str, float], most: float) -> None:
+    """Warn of actors that have not started after so many seconds, where less was free than all of them reserve."""
+    ray = ray_module()
+    wanted = _total(each for _, each in started)
+    if all(amount <= free.get(name, 0.0) for name, amount in wanted.items()):
+        return
+    asked = {actor.place.remote(): each for actor, each in started}
+    _, late = ray.wait(list(asked), num_returns=len(asked), timeout=most)
+    if late:
+        has, left = ray.cluster_resources(), ray.available_resources()
+        of_cluster = ", ".join(f"{has.get(name, 0.0):g} {name} ({left.get(name, 0.0):g} free)" for name in wanted)
+        lacking = ", ".join(f"{amount:g} {name}" for name, amount in _total(asked[ref] for ref in late).items())
+        warnings.warn(
+            f"{len(late)} of {len(asked)} actors have not started after {most:g} s: they reserve {lacking}, the "
+            f"cluster has {of_cluster}. Until they start, rankings are slow and may be incomplete: reserve less "
+            "(num_cpus=, num_gpus=, options=), have fewer replicas, or add nodes",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _total(amounts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums by name."""
+    out: dict[str, float] = {}
+    for each in amounts:
+        for name, amount in each.items():
+            out[name] = out.get(name, 0.0) + amount
+    return out

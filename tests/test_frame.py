@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +56,18 @@ def test_an_empty_ranking_is_an_empty_table():
     assert repr(made) == "<Ranking of 0 facts, 0 qualified>"
     assert "0 facts" in str(made)
     assert "<table>" in made._repr_html_()
+
+
+def test_an_incomplete_ranking_says_so_wherever_it_is_shown():
+    whole = ranking()
+    part = replace(whole, complete=False, missing_shards=("shard-0", "shard-2"))
+    out = io.StringIO()
+    Console(file=out, width=300).print(part)
+    for shown in (repr(part), str(part), out.getvalue(), html.unescape(part._repr_html_())):
+        assert "INCOMPLETE: no answer from 'shard-0', 'shard-2'" in shown
+    assert "INCOMPLETE" in repr(replace(whole, complete=False))
+    for shown in (repr(whole), str(whole), whole._repr_html_()):
+        assert "INCOMPLETE" not in shown
 
 
 def test_a_lone_surrogate_does_not_break_arrow():

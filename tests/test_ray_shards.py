@@ -488,6 +488,27 @@ def test_actors_open_their_shards_from_lance(world, cluster, tmp_path):
         assert again.ids == store.ids
 
 
+@pytest.mark.ray
+def test_more_actors_than_processors_all_start(world, on_ray):
+    sharded, retriever = on_ray(replicas=4, num_cpus=ray_shards.open_on_ray.__kwdefaults__["num_cpus"])
+    store, items, query, _ = world
+    ray = pytest.importorskip("ray")
+    assert sum(len(group.slots) for group in sharded.groups) > ray.cluster_resources()["CPU"]
+    ray.get([slot.replica.actor.place.remote() for group in sharded.groups for slot in group.slots], timeout=120)
+    same(cdr_rank(query, retriever, spec(items)), cdr_rank(query, Retriever(store), spec(items)))
+
+
+@pytest.mark.ray
+def test_actors_that_wait_for_what_they_reserve_are_warned_of(world, on_ray):
+    with pytest.warns(RuntimeWarning, match=r"3 of 3 actors .* 1 s: they reserve 300 CPU, the cluster has 8 CPU \("):
+        _, retriever = on_ray(num_cpus=100, timeout=1.0)
+    ranking = cdr_rank(world[2], retriever, spec(world[1]))
+    assert not ranking.complete
+    assert "INCOMPLETE: no answer from 'shard-0', 'shard-1'" in str(ranking)
+    with pytest.warns(RuntimeWarning, match=r"they reserve 3 GPU, the cluster has 0 GPU \(0 free\)"):
+        on_ray(num_cpus=0, num_gpus=1, timeout=1.0)
+
+
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"cdr-kernel\[ray\]"):
