@@ -81,6 +81,8 @@ def demo(
     """Five windows on a packaged corpus, by relevance alone and by CDR. Needs no model and no network."""
     from cdr_kernel import demo as packaged
 
+    if report is not None:
+        _check_report(report)
     corpus = packaged.load()
     gate = packaged.MIN_RELEVANCE if min_relevance is None else min_relevance
     runs = packaged.run_demo(corpus, min_relevance=gate, windows=windows, k=k)
@@ -214,6 +216,7 @@ def run(
         check_output(output, task, store, *([] if vectors is None else [vectors]))
     if report is not None:
         check_output(report, task, store, *(path for path in (vectors, output) if path is not None))
+        _check_report(report)
     opened = opened_store(store)
     chosen = pick_task(read_tasks(task), task_id, task)
     if embed not in (None, opened.embedding_model):
@@ -339,6 +342,7 @@ def report(
     if name and len(name) != len(runs):
         raise typer.BadParameter(f"expected {len(runs)} (one per run), got {len(name)}", param_hint="--name")
     check_output(output, *runs)
+    _check_report(output)
     found = named(runs, name)
     _report(output, found)
     if as_json:
@@ -377,6 +381,12 @@ def _say_largest_deviations(retriever: cdr_kernel.Retriever, vectors: Any, parts
         f"warning: no fact reaches --gate {parts.gate:.12g}; the largest in this store is "
         f"{(scale * np.array(cosines) + shift).max():.2f} deviations"
     )
+
+
+def _check_report(path: Path) -> None:
+    from cdr_kernel.report import check_ending
+
+    check_ending(path)
 
 
 def _report(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:

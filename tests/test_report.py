@@ -189,6 +189,41 @@ def test_ids_are_unique_and_links_lead_somewhere():
     assert {attrs["href"][1:] for _, attrs in tags if attrs.get("href", "").startswith("#")} <= set(ids)
 
 
+def outcomes(runs):
+    """The outcome table of a page as text, by row, and the text of the page's header."""
+    text = report_html(runs)
+    table = re.search(r'<table class="outcome">.*?</table>', text)[0]
+    rows = [re.sub(r"<svg.*?</svg>|<[^>]+>", " ", row) for row in table.split("<tr>")[1:]]
+    header = re.sub(r"<svg.*?</svg>|<[^>]+>", " ", re.search(r"<header>.*?</header>", text, re.S)[0])
+    return [" ".join(row.split()) for row in rows], " ".join(header.split())
+
+
+def test_each_run_has_totals_of_its_own():
+    whole, part = documents()["CDR"], documents()["CDR"]
+    part["task"]["sub_queries"] = part["task"]["sub_queries"][:3]
+    part["windows"], part["store"]["facts"] = part["windows"][:1], 5
+    places = [sum(len(w["facts"]) for w in run["windows"] if w["written"]) for run in (whole, part)]
+    (head, first, second), header = outcomes({"A": whole, "B": part})
+    assert places[0] != places[1]
+    assert "places" not in head
+    assert "of the task, as assessed" in head
+    assert f"in {places[0]} places" in first
+    assert f"in {places[1]} places" in second
+    assert "of 8 , with a labelled" in first
+    assert "of 3 , with a labelled" in second
+    assert re.search(r"A 478 facts .* 8 sub-topics B 5 facts .* 3 sub-topics", header)
+    assert "different tasks and stores: their numbers do not compare" in header
+
+
+def test_runs_of_one_task_and_store_share_a_header():
+    _, header = outcomes(dict(list(documents().items())[:2]))
+    assert header.count("478 facts") == header.count("8 sub-topics") == 1
+    assert "compare" not in header
+    runs = documents()
+    runs["CDR"]["model"] = "another"
+    assert "different embedding models: their" in outcomes(runs)[1]
+
+
 def test_hostile_texts_stay_texts():
     plain, mean = report_html({"a": documents()["CDR"]}), report_html({HOSTILE: hostile()})
 
@@ -293,6 +328,12 @@ def test_the_commands_write_it(tmp_path):
         (["report", str(run), "-o", str(run)], "expected a file of its own"),
         (["report", str(run), "--name", "A", "--name", "B", "-o", str(page)], "expected 1"),
         (["report", *[str(run)] * 5, "-o", str(page)], "4 runs at most"),
+        (
+            ["report", str(run), "-o", str(tmp_path / "r.docx")],
+            "ends in .html, .htm or no ending for a page, .png, .svg",
+        ),
+        (["demo", "--report", str(tmp_path / "r.json")], "got '.json'"),
+        (["run", str(run), str(run), "--writer", "extract", "--report", str(tmp_path / "r.txt")], "got '.txt'"),
         (["report", str(tmp_path / "no.json"), "-o", str(page)], "No such file"),
     ):
         done = CliRunner().invoke(app, line)

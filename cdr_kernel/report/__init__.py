@@ -20,6 +20,7 @@ __all__ = ["FIGURES", "MOST_RUNS", "named", "read_run", "report_html", "write_re
 
 MOST_RUNS = 4
 FIGURES = (".png", ".svg", ".pdf")
+PAGES = (".html", ".htm", "")
 
 
 def report_html(runs: Mapping[str, Mapping[str, Any]]) -> str:
@@ -33,16 +34,25 @@ def report_html(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write_report(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write a report, whole or not at all: .png, .svg and .pdf as figures, any other name as HTML.
+    """Write a report, whole or not at all: .png, .svg and .pdf as figures, .html, .htm and no ending as HTML.
 
-    Raises what `report_html` raises, OSError where it cannot be written, ImportError for figures without matplotlib.
+    Raises what `report_html` and `check_ending` raise, OSError where it cannot be written, ImportError for figures
+    without matplotlib.
     """
+    check_ending(path)
     if path.suffix.lower() in FIGURES:
         from cdr_kernel.report.figures import write_figures
 
         write_figures(path, _checked(runs))
     else:
         write_text(path, report_html(runs))
+
+
+def check_ending(path: Path) -> None:
+    """Raises FileError for a name that ends in what no report is written as."""
+    if path.suffix.lower() not in (*FIGURES, *PAGES):
+        known = f"{', '.join(PAGES[:-1])} or no ending for a page, {', '.join(FIGURES)} for figures"
+        raise FileError(f"{path}: expected a name that ends in {known}, got {path.suffix!r}")
 
 
 def named(paths: list[Path], names: list[str] | None = None) -> dict[str, dict[str, Any]]:

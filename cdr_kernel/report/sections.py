@@ -14,7 +14,11 @@ _LONG = 420  # characters of a text that are shown before the rest is folded awa
 
 def title(runs: Sequence[Run]) -> str:
     """The title of the document."""
-    return f"{runs[0].document['task']['query']} \u2013 CDR report"
+    return f"{' / '.join(_queries(runs))} \u2013 CDR report"
+
+
+def _queries(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(run.document["task"]["query"] for run in runs))
 
 
 def body(runs: Sequence[Run]) -> str:
@@ -42,26 +46,53 @@ def body(runs: Sequence[Run]) -> str:
 
 
 def _header(runs: Sequence[Run]) -> str:
-    document = runs[0].document
-    queries = list(dict.fromkeys(run.document["task"]["query"] for run in runs))
-    names = ""
+    names, abouts = "", [_about(run) for run in runs]
+    alike = len(set(abouts)) == 1
     if len(runs) > 1:
         names = (
             '<p class="versus">'
             + "".join(
-                f'<span class="name run{i}">{legend_mark(i)}{isolated(run.name)}</span>' for i, run in enumerate(runs)
+                f'<span><span class="name run{i}">{legend_mark(i)}{isolated(run.name)}</span>'
+                + ("" if alike else f' <span class="meta">{about}</span>')
+                + "</span>"
+                for i, (run, about) in enumerate(zip(runs, abouts, strict=True))
             )
             + "</p>"
         )
-    store = document["store"]
-    facts = f"{store['facts']:,} facts" if isinstance(store.get("facts"), int) else ""
-    about = [facts, str(document["model"]), f"{len(runs[0].sub_queries)} sub-topics"]
-    meta = ' <span aria-hidden="true">\u00b7</span> '.join(isolated(text) for text in about if text)
+    meta = f'\n<p class="meta">{abouts[0]}</p>' if alike else ""
+    trouble = "".join(_trouble(run, len(runs) > 1) for run in runs) + _unlike(runs)
     return f"""<header><div class="top"><p class="kind">CDR report</p>
 <button type="button" id="theme" aria-label="Colours: as the system has them" hidden>\
 <span aria-hidden="true">\u25d0</span> <span class="what">Auto</span></button></div>
-<h1>{" / ".join(map(isolated, queries))}</h1>
-<p class="meta">{meta}</p>{names}{"".join(_trouble(run, len(runs) > 1) for run in runs)}</header>"""
+<h1>{" / ".join(map(isolated, _queries(runs)))}</h1>{meta}{names}{trouble}</header>"""
+
+
+def _about(run: Run) -> str:
+    facts = run.document["store"].get("facts")
+    about = [f"{facts:,} facts" if isinstance(facts, int) else "", str(run.document["model"])]
+    about.append(f"{len(run.sub_queries)} sub-topics")
+    return ' <span aria-hidden="true">\u00b7</span> '.join(isolated(text) for text in about if text)
+
+
+def _unlike(runs: Sequence[Run]) -> str:
+    """A warning where the runs are of different tasks, models or stores."""
+
+    def task(run: Run) -> str:
+        subs = [(sub["id"], sub["label"], sub["expected_words"]) for sub in run.sub_queries]
+        return repr((run.document["task"]["query"], subs))
+
+    def store(run: Run) -> str:
+        return repr([run.document["store"].get(name) for name in ("path", "facts", "dim")])
+
+    parts = {"tasks": task, "embedding models": lambda run: str(run.document["model"]), "stores": store}
+    unlike = [name for name, of in parts.items() if len({of(run) for run in runs}) > 1]
+    if not unlike:
+        return ""
+    what = ", ".join(unlike[:-1]) + (" and " if len(unlike) > 1 else "") + unlike[-1]
+    return (
+        f'<p class="trouble"><strong>Not the same question.</strong> These runs are of different {what}: '
+        "their numbers do not compare.</p>"
+    )
 
 
 def _trouble(run: Run, named: bool) -> str:
@@ -82,11 +113,18 @@ def _outcome(runs: Sequence[Run]) -> str:
         )
         return f'<p class="lead">{isolated(run.ending)}</p><dl class="tiles">{tiles}</dl>'
     rows = [_figures(run) for run in runs]
-    head = "".join(f'<th scope="col">{name}<span class="note">{note}</span></th>' for name, _, note in rows[0])
+    shared = [len({found[j][2] for found in rows}) == 1 for j in range(len(rows[0]))]
+    head = "".join(
+        f'<th scope="col">{name}{_note(note) if same else ""}</th>'
+        for (name, _, note), same in zip(rows[0], shared, strict=True)
+    )
     body_rows = "".join(
         f'<tr><th scope="row"><span class="name">{legend_mark(i)}{isolated(run.name)}</span>'
         f'<span class="note">{isolated(run.ending)}</span></th>'
-        + "".join(f'<td data-name="{name}">{value}</td>' for name, value, _ in found)
+        + "".join(
+            f'<td data-name="{name}">{value}{"" if same else _note(note)}</td>'
+            for (name, value, note), same in zip(found, shared, strict=True)
+        )
         + "</tr>"
         for i, (run, found) in enumerate(zip(runs, rows, strict=True))
     )
@@ -94,6 +132,10 @@ def _outcome(runs: Sequence[Run]) -> str:
         '<div class="scroll" tabindex="0" role="region" aria-label="Outcome of each run"><table class="outcome">'
         f'<thead><tr><th scope="col">Run</th>{head}</tr></thead><tbody>{body_rows}</tbody></table></div>'
     )
+
+
+def _note(text: str) -> str:
+    return f'<span class="note">{text}</span>'
 
 
 def _figures(run: Run) -> list[tuple[str, str, str]]:
