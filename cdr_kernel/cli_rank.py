@@ -8,6 +8,7 @@ import numpy as np
 import typer
 
 import cdr_kernel
+from cdr_kernel.attributes import Where
 from cdr_kernel.cli_inputs import check_released, opened_store, query_vector, query_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
@@ -22,6 +23,7 @@ from cdr_kernel.cli_options import (
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import read_vectors
+from cdr_kernel.retrieve import Candidates
 from cdr_kernel.terminal import cell, new_table, print_json, say, show, width
 
 FULL_WIDTH = 80  # characters that the table of `rank` needs with all its columns
@@ -95,7 +97,7 @@ def rank(
     found = view.facts(scores.rows)
     numbers = ("score", "relevance", "coverage", "residual_pull", "novelty")
     if not len(rows):
-        say_largest_cosine(retriever, vector, min_relevance)
+        say_largest_cosine(retriever, vector, min_relevance, wanted)
     elif len(rows) < k <= len(view):
         say(
             f"warning: {len(rows)} facts reach --min-relevance {min_relevance:.12g}, fewer than --k {k}: see `cdr gate`"
@@ -197,11 +199,28 @@ def _depths(depths: str | None, entries: int) -> list[float]:
     return values * entries if len(values) == 1 else values
 
 
-def say_largest_cosine(retriever: cdr_kernel.Retriever, query: Any, gate: float) -> None:
-    """Warn that no fact reaches the gate, and say how far it is away."""
-    best = retriever.search(query, min_relevance=-1.0, k=1)
-    if len(best):
+def asked_facts(retriever: cdr_kernel.Retriever, where: Where | None) -> tuple[cdr_kernel.StoreView, str] | None:
+    """The facts of which the filter holds, with what to call them; None, and a warning, where it leaves none."""
+    view = retriever.store.view().select(where)
+    if len(view):
+        return view, "in this store" if where is None else "among the facts that the filter leaves"
+    if where is not None and len(retriever.store):
+        say(f"warning: the filter leaves none of the {len(retriever.store)} facts of this store")
+    return None
+
+
+def largest_cosine(retriever: cdr_kernel.Retriever, query: Any, view: cdr_kernel.StoreView) -> float:
+    """The largest cosine of a fact of the view to the query."""
+    columns = cdr_kernel.Columns.spec(query, min_relevance=-1.0)
+    return float(Candidates(retriever.candidates(columns, view), view, columns).relevance.max())
+
+
+def say_largest_cosine(retriever: cdr_kernel.Retriever, query: Any, gate: float, where: Where | None) -> None:
+    """Warn that no fact reaches the gate, and say how far it is away; or that the filter leaves no fact."""
+    found = asked_facts(retriever, where)
+    if found is not None:
+        view, among = found
         say(
-            f"warning: no fact reaches --min-relevance {gate:.12g}; the largest cosine to the query in this store is "
-            f"{best.relevance[0]:.3f}"
+            f"warning: no fact reaches --min-relevance {gate:.12g}; the largest cosine to the query {among} is "
+            f"{largest_cosine(retriever, query, view):.3f}"
         )

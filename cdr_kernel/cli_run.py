@@ -12,6 +12,7 @@ import numpy as np
 import typer
 
 import cdr_kernel
+from cdr_kernel.attributes import Where
 from cdr_kernel.cli_inputs import embedder, opened_store, task_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
@@ -26,7 +27,7 @@ from cdr_kernel.cli_options import (
     Windows,
     no_nan,
 )
-from cdr_kernel.cli_rank import say_largest_cosine
+from cdr_kernel.cli_rank import asked_facts, largest_cosine, say_largest_cosine
 from cdr_kernel.constants import CALIBRATED_GATE, CDR_MIN_RELEVANCE
 from cdr_kernel.files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
 from cdr_kernel.record import RunRecord, summary
@@ -298,9 +299,9 @@ def run(
     last = record.windows[-1]
     if not last["envelope"]["qualified"]:
         if session.calibrated is None:
-            say_largest_cosine(retriever, query, cosine)
+            say_largest_cosine(retriever, query, cosine, wanted)
         elif not last["envelope"]["new_share"]:
-            _say_largest_deviations(retriever, np.vstack([query, *subs]), session.calibrated)
+            _say_largest_deviations(retriever, np.vstack([query, *subs]), session.calibrated, wanted)
     if as_json:
         print_json(
             {
@@ -371,14 +372,18 @@ def _writer(
         raise typer.BadParameter(str(error), param_hint="--writer") from None
 
 
-def _say_largest_deviations(retriever: cdr_kernel.Retriever, vectors: Any, parts: Calibrated) -> None:
-    if not len(retriever.store):
+def _say_largest_deviations(
+    retriever: cdr_kernel.Retriever, vectors: Any, parts: Calibrated, where: Where | None
+) -> None:
+    found = asked_facts(retriever, where)
+    if found is None:
         return
+    view, among = found
     asked = vectors if parts.gate_on == "best" else vectors[:1]
-    scale, shift = retriever.moments.of(retriever.store.view()).scale_shift(asked)
-    cosines = [retriever.search(vector, min_relevance=-1.0, k=1).relevance[0] for vector in asked]
+    scale, shift = retriever.moments.of(view).scale_shift(asked)
+    cosines = [largest_cosine(retriever, vector, view) for vector in asked]
     say(
-        f"warning: no fact reaches --gate {parts.gate:.12g}; the largest in this store is "
+        f"warning: no fact reaches --gate {parts.gate:.12g}; the largest {among} is "
         f"{(scale * np.array(cosines) + shift).max():.2f} deviations"
     )
 

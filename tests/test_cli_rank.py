@@ -80,6 +80,25 @@ def test_rank_refuses(store, tmp_path):
     assert re.search(r"no fact reaches --min-relevance 0\.99; the largest cosine .* is 0\.\d\d\d", nothing.stderr)
 
 
+def test_a_filter_that_leaves_nothing_or_little_is_named(store):
+    query = ["rank", store, "--query", f"{QUERIES}:0:query", "--min-relevance", "0.99"]
+    none = invoke(*query, "--where", "source=zzz").stderr
+    assert "warning: the filter leaves none of the 478 facts of this store" in none
+    assert "cosine" not in none
+    corpus = demo.load()
+    source = corpus.store.get(corpus.store.ids[:1])[0].source
+    view = corpus.store.view().select({"source": source})
+    session = Session(corpus.sub_queries, embedding_model=demo.EMBEDDING_MODEL, min_relevance=-1.0, guard=False)
+    own, whole = (
+        cdr_rank(corpus.query, Retriever(corpus.store), session, where=where).relevance.max()
+        for where in ({"source": source}, None)
+    )
+    assert len(view) < 478
+    assert own < whole
+    some = invoke(*query, "--where", f"source={source}").stderr
+    assert f"the largest cosine to the query among the facts that the filter leaves is {own:.3f}" in some
+
+
 def test_rank_says_when_the_gate_leaves_fewer_than_k(store):
     result = invoke("rank", store, "--query", f"{QUERIES}:0:query", "--min-relevance", "0.7", "--k", "50")
     assert "fewer than --k 50: see `cdr gate`" in result.stderr

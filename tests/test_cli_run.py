@@ -95,6 +95,20 @@ def test_run_takes_its_settings(store, tmp_path):
     assert tight["exit"]["detail"].endswith("fits into 1 tokens")
 
 
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_a_filter_that_leaves_nothing_or_little_is_named(store, mode):
+    gate = ["--gate", "99"] if mode == "calibrated" else ["--min-relevance", "0.99"]
+    run = ["run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "--mode", mode, *gate]
+    none = invoke(*run, "--where", "source=zzz").stderr
+    assert "warning: the filter leaves none of the 478 facts of this store" in none
+    assert "largest" not in none
+    facts = demo.load().store
+    source = facts.get(facts.ids[:1])[0].source
+    some = invoke(*run, "--where", f"source={source}").stderr
+    assert re.search(r"largest .*among the facts that the filter leaves is -?[\d.]+", some)
+    assert re.search(r"largest .*in this store is", invoke(*run).stderr)
+
+
 def test_run_in_the_calibrated_mode(store, tmp_path):
     path = tmp_path / "run.json"
     arguments = ["run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "--mode", "calibrated", "-o", path]
