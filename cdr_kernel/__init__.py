@@ -10,6 +10,13 @@ everything else is tested against.
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("cdr_kernel._C") is None:  # as in a checkout that hides an installed package
+    raise ImportError(
+        f"{__path__[0]}: the extension is not built here for this Python: pip install -c constraints.txt -e . in this "
+        "checkout, or run from another folder to use the package that is installed"
+    )
 
 from cdr_kernel import constants, reference
 from cdr_kernel.assess import assess

@@ -20,7 +20,6 @@ PAGES = sorted(DOCS.glob("*.md"))
 ELSEWHERE = {
     "cli.md": "its samples are part of tests/test_readme.py",
     "serving.md": "its commands start a server that stays; tests/test_serve_process.py runs one",
-    "store.md": "its fragments are about a store of yours; tests/test_durable.py makes the calls",
     "quality.md": "its commands take minutes and data; tests/test_quality.py runs the experiment",
 }
 BLOCK = re.compile(r"^(?:<!-- needs: ([\w.]+) -->\n)?```(python|bash|sh)\n(.*?)^```", re.M | re.S)

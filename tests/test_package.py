@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -127,6 +128,15 @@ def modules():
     found |= {f"adapters.{path.stem}": path for path in (PACKAGE / "adapters").glob("*.py")}
     found |= {f"report.{path.stem}": path for path in (PACKAGE / "report").glob("*.py") if path.stem != "__init__"}
     return {**found, **{name: PACKAGE / name / "__init__.py" for name in ("demo", "report", "serve")}}
+
+
+def test_a_checkout_without_its_extension_says_what_to_do(tmp_path):
+    (tmp_path / "cdr_kernel").mkdir()
+    shutil.copy(PACKAGE / "__init__.py", tmp_path / "cdr_kernel")
+    run = subprocess.run([sys.executable, "-c", "import cdr_kernel"], cwd=tmp_path, capture_output=True, text=True)
+    last = run.stderr.splitlines()[-1]
+    assert f"ImportError: {tmp_path / 'cdr_kernel'}: the extension is not built here" in last
+    assert "pip install -c constraints.txt -e . in this checkout, or run from another folder" in last
 
 
 def test_imports_go_down_only():
