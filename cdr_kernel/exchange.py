@@ -46,7 +46,7 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            f'to exchange facts needs the extra "store": pip install "cdr-kernel[store]" ({error})'
+            f'to exchange facts needs the extra "store": pip install ".[store]" in a checkout ({error})'
         ) from None
     return safetensors
 

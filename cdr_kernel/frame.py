@@ -78,7 +78,7 @@ def pandas_frame(ranking: Ranking) -> pandas.DataFrame:
     try:
         import pandas  # noqa: F401  # Arrow imports it itself, and says less about what is missing
     except ImportError as error:
-        raise ImportError('to_pandas() needs pandas: pip install "cdr-kernel[pandas]"') from error
+        raise ImportError('to_pandas() needs pandas: pip install ".[pandas]" in a checkout') from error
     return arrow(ranking).to_pandas()
 
 

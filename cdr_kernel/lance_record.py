@@ -47,7 +47,7 @@ def lance_module() -> Any:
         import lance
     except ImportError as error:
         raise ImportError(
-            f'a durable store needs the extra "store": pip install "cdr-kernel[store]" ({error})'
+            f'a durable store needs the extra "store": pip install ".[store]" in a checkout ({error})'
         ) from None
     return lance
 

@@ -8,7 +8,7 @@
 ADDRESS/shard-N.lance has a shard's facts, with the columns of a durable store's record. ADDRESS/shards.lance has one
 row, the manifest as JSON: it names the version of every shard's dataset, so a save is seen whole or not at all. Whoever
 opens a shard reads that version once into its cache, in the folder format of ``FactStore``, and maps it from then on.
-Needs the extra: pip install "cdr-kernel[store]".
+Needs the extra: pip install ".[store]" in a checkout.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Every replica opens the store for itself. Sessions are in memory unless the settings name a Redis, and what is added to
 a folder lasts as long as the replica: more than one replica takes a Redis and a token key, and facts that change
-elsewhere. Needs the extras: pip install "cdr-kernel[ray-serve,serve]".
+elsewhere. Needs the extras: pip install ".[ray-serve,serve]" in a checkout.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def deployment(
     try:
         from ray import serve
     except ImportError as error:
-        raise ImportError('Ray Serve needs the extras: pip install "cdr-kernel[ray-serve,serve]"') from error
+        raise ImportError('Ray Serve needs the extras: pip install ".[ray-serve,serve]" in a checkout') from error
 
     def build() -> FastAPI:
         return create_app(settings)

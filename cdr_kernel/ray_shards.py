@@ -6,7 +6,7 @@
 
 Every actor opens its own shard by path and maps it; nothing large travels to start one. Ray restarts actors whose
 process or node died, elsewhere if need be; they come back with what is in the folder and are told what they missed.
-Needs the extra: pip install "cdr-kernel[ray]".
+Needs the extra: pip install ".[ray]" in a checkout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def ray_module() -> ModuleType:
     try:
         return import_module("ray")
     except ImportError as error:
-        raise ImportError('shards on Ray need the extra: pip install "cdr-kernel[ray]"') from error
+        raise ImportError('shards on Ray need the extra: pip install ".[ray]" in a checkout') from error
 
 
 class ShardActor:

@@ -124,7 +124,7 @@ def triton_installed() -> bool:
 def no_triton(device: Any) -> str:
     """Why triton cannot be used for data on this device; empty where it can."""
     if not triton_installed():
-        return 'triton is not installed: pip install "cdr-kernel[gpu]"'
+        return 'triton is not installed: pip install ".[gpu]" in a checkout'
     kind = str(device).split(":")[0]
     if kind != "cuda":
         interpreted = kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"

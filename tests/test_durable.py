@@ -253,9 +253,9 @@ def test_compaction_takes_the_bytes_of_removed_facts_away(store):
 
 def test_without_the_extra_it_is_named(store, monkeypatch):
     monkeypatch.setitem(sys.modules, "lance", None)
-    with pytest.raises(ImportError, match=r"cdr-kernel\[store\]"):
+    with pytest.raises(ImportError, match=r'pip install "\.\[store\]" in a checkout'):
         DurableStore.open(store.path)
-    with pytest.raises(ImportError, match=r"cdr-kernel\[store\]"):
+    with pytest.raises(ImportError, match=r'pip install "\.\[store\]" in a checkout'):
         DurableStore.create(store.path, DIM, embedding_model=MODEL)
 
 

@@ -511,7 +511,7 @@ def test_actors_that_wait_for_what_they_reserve_are_warned_of(world, on_ray):
 
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"cdr-kernel\[ray\]"):
+    with pytest.raises(ImportError, match=r'pip install "\.\[ray\]" in a checkout'):
         ray_shards.open_on_ray(tmp_path)
 
 

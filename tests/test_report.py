@@ -421,7 +421,7 @@ def test_figures(tmp_path):
 
 def test_figures_without_matplotlib_say_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"cdr-kernel\[report\]"):
+    with pytest.raises(ImportError, match=r'pip install "\.\[report\]" in a checkout'):
         write_report(tmp_path / "figure.png", documents())
 
 

@@ -21,7 +21,7 @@ import pytest
 
 import cdr_kernel
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason='needs Triton: pip install "cdr-kernel[gpu]"')
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason='needs Triton: pip install ".[gpu]" in a checkout')
 
 # name: (dtype, D, mode, sessions, covered, residual, flags)
 PARITY = {

@@ -21,7 +21,7 @@ from cdr_kernel.task import Exit, WindowReport
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
 except ImportError as error:
-    raise ImportError('the Haystack adapter needs haystack-ai: pip install "cdr-kernel[haystack]"') from error
+    raise ImportError('the Haystack adapter needs haystack-ai: pip install ".[haystack]" in a checkout') from error
 
 
 @component

@@ -19,7 +19,7 @@ try:
     import pyarrow as pa
     from lancedb.rerankers import Reranker
 except ImportError as error:
-    raise ImportError('the LanceDB adapter needs lancedb: pip install "cdr-kernel[lancedb]"') from error
+    raise ImportError('the LanceDB adapter needs lancedb: pip install ".[lancedb]" in a checkout') from error
 
 
 class CDRReranker(Reranker):

@@ -23,7 +23,7 @@ try:
     from langchain_core.runnables.config import run_in_executor
     from pydantic import BaseModel, ConfigDict, PrivateAttr
 except ImportError as error:
-    raise ImportError('the LangChain adapter needs langchain-core: pip install "cdr-kernel[langchain]"') from error
+    raise ImportError('the LangChain adapter needs langchain-core: pip install ".[langchain]" in a checkout') from error
 
 
 class _Carrying(BaseModel):

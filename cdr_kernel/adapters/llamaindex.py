@@ -23,7 +23,9 @@ try:
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 except ImportError as error:
-    raise ImportError('the LlamaIndex adapter needs llama-index-core: pip install "cdr-kernel[llama-index]"') from error
+    raise ImportError(
+        'the LlamaIndex adapter needs llama-index-core: pip install ".[llama-index]" in a checkout'
+    ) from error
 
 
 class CDRRetriever(BaseRetriever):

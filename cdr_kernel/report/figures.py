@@ -38,7 +38,7 @@ def write_figures(path: Path, runs: Sequence[Run]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('figures need matplotlib: pip install "cdr-kernel[report]"') from error
+        raise ImportError('figures need matplotlib: pip install ".[report]" in a checkout') from error
     check_output(path)
     subs = max(len(run.sub_queries) for run in runs)
     with matplotlib.rc_context(_STYLE):
