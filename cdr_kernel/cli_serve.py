@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -109,5 +110,6 @@ def serve(
         if runs():  # inside of a library that an interpreter's orderly end would pull the ground from under
             logging.shutdown()
             os._exit(status)
+        gc.freeze()  # else the interpreter's end looks through all that the model's libraries have made: seconds
     if status:
         raise typer.Exit(status)

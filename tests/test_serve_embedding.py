@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from time import monotonic
 
 import numpy as np
 import pytest
+from commands import invoke
 from serving import DIM, MODEL, bearer, created, error_of, make_store, serving, update, write_keys
 
 from cdr_kernel.serve import Settings
@@ -189,3 +191,15 @@ def test_a_text_for_a_model_that_the_server_has_not_says_both(tmp_path, monkeypa
     told = error_of(answer)
     assert (told["code"], told["field"]) == ("no_embedder", "facts[0].embedding")
     assert told["expected"] == "a vector of 'm1', the store's model (this server embeds texts with 'm2')"
+
+
+def test_the_command_ends_without_a_look_at_what_the_model_has_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("cdr_kernel.serve.serve", lambda settings: 0)
+    before = gc.get_freeze_count()
+    try:
+        invoke("serve", tmp_path)
+        assert gc.get_freeze_count() == before
+        invoke("serve", tmp_path, "--embed", MODEL)
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
