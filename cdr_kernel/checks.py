@@ -72,6 +72,11 @@ def check_strings(values: Any, name: str, optional: bool = False) -> list[Any]:
     return out
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things as it is read: "1 fact", "2 facts"; many: where it is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def few(ids: Sequence[str]) -> str:
     """Ids for an error: the first five of them, and how many more there are."""
     return ", ".join(repr(i) for i in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

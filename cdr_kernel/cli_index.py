@@ -16,6 +16,7 @@ import typer
 import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
+from cdr_kernel.checks import counted
 from cdr_kernel.cli_command import fail
 from cdr_kernel.cli_inputs import check_source, embedder, make_source
 from cdr_kernel.cli_options import AsJson, EmbedOption
@@ -96,7 +97,10 @@ def index(
         with _writing(output):
             retriever.save()
     if skipped:
-        say(f"warning: {len(skipped)} facts left out, their vectors are not finite or all zeros: {_few(skipped)}")
+        say(
+            f"warning: {counted(len(skipped), 'fact')} left out, their vectors are not finite or all zeros: "
+            f"{_few(skipped)}"
+        )
     if as_json:
         print_json(
             {
@@ -110,7 +114,7 @@ def index(
             }
         )
     else:
-        show(f"{output}: {len(store)} facts, {store.dim} x {store.dtype.name}, {store.embedding_model}")
+        show(f"{output}: {counted(len(store), 'fact')}, {store.dim} x {store.dtype.name}, {store.embedding_model}")
 
 
 def ingest(
@@ -170,7 +174,7 @@ def ingest(
     if as_json:
         print_json({"store": str(output), **numbers, "dim": store.dim, "model": embed})
         return
-    show(f"{output}: {', '.join(f'{count} {name}' for name, count in numbers.items())}, {store.dim} x {embed}")
+    show(f"{output}: {', '.join(counted(count, name[:-1]) for name, count in numbers.items())}, {store.dim} x {embed}")
     if not tasks["tasks"]:
         show("No page or section has 4 to 13 headings with enough under them to make a task of.")
 

@@ -9,6 +9,7 @@ import typer
 
 import cdr_kernel
 from cdr_kernel.attributes import Where
+from cdr_kernel.checks import counted
 from cdr_kernel.cli_inputs import check_released, opened_store, query_vector, query_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
@@ -100,7 +101,8 @@ def rank(
         say_largest_cosine(retriever, vector, min_relevance, wanted)
     elif len(rows) < k <= len(view):
         say(
-            f"warning: {len(rows)} facts reach --min-relevance {min_relevance:.12g}, fewer than --k {k}: see `cdr gate`"
+            f"warning: --min-relevance {min_relevance:.12g} leaves {counted(len(rows), 'fact')}, fewer than --k {k}: "
+            "see `cdr gate`"
         )
     if as_json:
         results = [
@@ -140,7 +142,7 @@ def rank(
     show(table)
     some = f", {len(view)} of them asked" if wanted else ""
     gate_said = f"at or above the gate of {min_relevance:.12g}"
-    show(f"{len(rows)} facts {gate_said}, the best {len(found)} shown ({len(opened)} in the store{some})")
+    show(f"{counted(len(rows), 'fact')} {gate_said}, the best {len(found)} shown ({len(opened)} in the store{some})")
 
 
 def gate(
@@ -160,7 +162,8 @@ def gate(
     if as_json:
         print_json({"store": str(store), **found})
         return
-    show(f"{store}: {report.facts} facts, {report.queries} queries, {report.embedding_model}")
+    sizes = f"{counted(report.facts, 'fact')}, {counted(report.queries, 'query', 'queries')}"
+    show(f"{store}: {sizes}, {report.embedding_model}")
     table = new_table(
         [("gate", True), ("least", True), ("median", True), ("most", True), ("too few", True), ("deviations", True)]
     )
@@ -170,8 +173,9 @@ def gate(
         table.add_row(f"{row['gate']:.2f}", *counts, str(row["queries_with_too_few"]), height)
     show(table)
     show(
-        f"Facts that pass per query; queries with fewer than {report.wanted} ({k} in each of {windows} windows); how "
-        "far the gate lies above the mean cosine, in standard deviations (median)."
+        f"Facts that pass per query; queries with fewer than {report.wanted} "
+        f"({k} in each of {counted(windows, 'window')}); "
+        "how far the gate lies above the mean cosine, in standard deviations (median)."
     )
     table = new_table([("facts below", True), ("cosine", True)])
     for level, values in report.quantiles.items():
@@ -179,9 +183,9 @@ def gate(
     table.add_row("all", f"{float(np.median(report.largest)):.3f}")
     show(table)
     if report.suggested is None:
-        show(f"The store has fewer than {report.wanted} facts.")
+        show(f"The store has fewer than {counted(report.wanted, 'fact')}.")
     else:
-        show(f"--min-relevance {report.suggested:g} leaves {report.wanted} facts to nine queries in ten.")
+        show(f"--min-relevance {report.suggested:g} leaves {counted(report.wanted, 'fact')} to nine queries in ten.")
 
 
 def _depths(depths: str | None, entries: int) -> list[float]:
@@ -205,7 +209,7 @@ def asked_facts(retriever: cdr_kernel.Retriever, where: Where | None) -> tuple[c
     if len(view):
         return view, "in this store" if where is None else "among the facts that the filter leaves"
     if where is not None and len(retriever.store):
-        say(f"warning: the filter leaves none of the {len(retriever.store)} facts of this store")
+        say(f"warning: the filter leaves none of the {counted(len(retriever.store), 'fact')} of this store")
     return None
 
 

@@ -13,6 +13,7 @@ import typer
 
 import cdr_kernel
 from cdr_kernel.attributes import Where
+from cdr_kernel.checks import counted
 from cdr_kernel.cli_inputs import embedder, opened_store, task_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
@@ -103,7 +104,8 @@ def demo(
         )
         return
     show(
-        f"{corpus.task.query}: {len(corpus.store)} facts, {len(corpus.task.items)} sub-topics, "
+        f"{corpus.task.query}: {counted(len(corpus.store), 'fact')}, "
+        f"{counted(len(corpus.task.items), 'sub-topic')}, "
         f"{packaged.EMBEDDING_MODEL}."
     )
     passing = {value: packaged.passing(corpus, value) for value in (CDR_MIN_RELEVANCE, gate)}
@@ -318,7 +320,8 @@ def run(
         return
     if output is not None and is_stdout(output):
         return
-    show(f"{chosen.query}: {len(chosen.items)} sub-topics, {len(opened)} facts, {opened.embedding_model}")
+    sizes = f"{counted(len(chosen.items), 'sub-topic')}, {counted(len(opened), 'fact')}"
+    show(f"{chosen.query}: {sizes}, {opened.embedding_model}")
     show(_window_table(record.windows))
     show(_ending(record.windows))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cdr_kernel.checks import counted
 from cdr_kernel.cli_command import command
 from cdr_kernel.cli_inputs import make_source
 from cdr_kernel.cli_options import AsJson
@@ -60,7 +61,7 @@ def add(
             position=[fact.position for fact in found],
             attributes={name: view.attribute(name) for name in view.attribute_names},
         ).added
-        _told(opened, as_json, f"{count} facts {'put' if upsert else 'added'}", added=count)
+        _told(opened, as_json, f"{counted(count, 'fact')} {'put' if upsert else 'added'}", added=count)
 
 
 def create(
@@ -77,7 +78,7 @@ def create(
         made = DurableStore.from_facts(read, output, advance=advance)
     with made:
         made.snapshot()
-        _told(made, as_json, f"{len(made)} facts", facts=len(made))
+        _told(made, as_json, counted(len(made), "fact"), facts=len(made))
 
 
 def export(
@@ -89,7 +90,7 @@ def export(
     check_output(output, store)
     with _opened(store) as opened:
         count = opened.export(output)
-        _told(opened, as_json, f"{count} facts written to {output}", facts=count, output=str(output))
+        _told(opened, as_json, f"{counted(count, 'fact')} written to {output}", facts=count, output=str(output))
 
 
 def import_(
@@ -102,7 +103,7 @@ def import_(
 
     with DurableStore.from_export(file, output) as made:
         made.snapshot()
-        _told(made, as_json, f"{len(made)} facts", facts=len(made))
+        _told(made, as_json, counted(len(made), "fact"), facts=len(made))
 
 
 def stats(store: Durable, as_json: AsJson = False) -> None:
@@ -145,7 +146,7 @@ def remove(store: Durable, ids: Ids, as_json: AsJson = False) -> None:
     """Delete facts."""
     with _opened(store) as opened:
         count = opened.remove(ids)
-        _told(opened, as_json, f"{count} facts removed", removed=count)
+        _told(opened, as_json, f"{counted(count, 'fact')} removed", removed=count)
 
 
 def quarantine(
@@ -157,14 +158,14 @@ def quarantine(
     """Take facts out of every ranking until they are released."""
     with _opened(store) as opened:
         count = opened.quarantine(ids, reason)
-        _told(opened, as_json, f"{count} facts quarantined", quarantined=count)
+        _told(opened, as_json, f"{counted(count, 'fact')} quarantined", quarantined=count)
 
 
 def release(store: Durable, ids: Ids, as_json: AsJson = False) -> None:
     """Let quarantined facts into rankings again, as the newest ones."""
     with _opened(store) as opened:
         count = opened.release(ids)
-        _told(opened, as_json, f"{count} facts released", released=count)
+        _told(opened, as_json, f"{counted(count, 'fact')} released", released=count)
 
 
 def expire(
@@ -177,7 +178,7 @@ def expire(
     """Delete the facts whose time is past."""
     with _opened(store) as opened:
         count = opened.expire(None if at is None else at.astimezone())
-        _told(opened, as_json, f"{count} facts expired", expired=count)
+        _told(opened, as_json, f"{counted(count, 'fact')} expired", expired=count)
 
 
 def _opened(path: Path, embedding_model: str | None = None) -> DurableStore:

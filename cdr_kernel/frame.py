@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cdr_kernel.checks import few
+from cdr_kernel.checks import counted, few
 
 if TYPE_CHECKING:
     import pandas
@@ -91,7 +91,7 @@ def shown(ranking: Ranking) -> Table:
     left = len(ranking) - len(rows)
     note = f"and {left} more" if left else ""
     names = tuple(name.replace("_", " ") for name in _SHOWN)
-    title = f"{len(ranking)} facts of {ranking.qualified} that qualified{missing(ranking)}"
+    title = f"{counted(len(ranking), 'fact')} of {ranking.qualified} that qualified{missing(ranking)}"
     return Table(title, ("rank", "id", *names, "text"), rows, note)
 
 

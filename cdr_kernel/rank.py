@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cdr_kernel import _C, frame
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
-from cdr_kernel.checks import few
+from cdr_kernel.checks import counted, few
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
@@ -111,7 +111,7 @@ class Ranking:
 
     def __repr__(self) -> str:
         best = f", best {self.facts[0].id!r} at {self.score[0]:.4f}" if self.facts else ""
-        return f"<Ranking of {len(self)} facts, {self.qualified} qualified{best}{frame.missing(self)}>"
+        return f"<Ranking of {counted(len(self), 'fact')}, {self.qualified} qualified{best}{frame.missing(self)}>"
 
     def __str__(self) -> str:
         return frame.plain(frame.shown(self))

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from cdr_kernel import session_json
 from cdr_kernel.arrays import as_vector
-from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text
+from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text, counted
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import (
     CDR_MIN_RELEVANCE,
@@ -601,7 +601,7 @@ class Session:
         if envelope.skipped:
             return f"no fact that passed the relevance gate fits into {envelope.token_budget} tokens"
         if ranking.qualified:
-            return f"none of the {ranking.qualified} facts that passed the relevance gate was left to pack"
+            return f"none of the {counted(ranking.qualified, 'fact')} that passed the relevance gate was left to pack"
         if (self.exclude_packed or envelope.ranking.new_share is not None) and state.packed:
             return "no fact that was not packed before passed the relevance gate"
         return "no fact passed the relevance gate"

@@ -20,6 +20,7 @@ import numpy as np
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
+from cdr_kernel.checks import counted
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import (
     CHUNK,
@@ -302,7 +303,8 @@ class ShardedStore:
         return isinstance(fact_id, str) and bool(self._find([fact_id]))
 
     def __repr__(self) -> str:
-        return f"ShardedStore({len(self)} facts in {len(self.shards)} shards, dim={self.dim}, version={self.version})"
+        held = f"{counted(len(self), 'fact')} in {counted(len(self.shards), 'shard')}"
+        return f"ShardedStore({held}, dim={self.dim}, version={self.version})"
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cdr_kernel import store_folder
 from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
-from cdr_kernel.checks import check_strings, few
+from cdr_kernel.checks import check_strings, counted, few
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
@@ -234,7 +234,8 @@ class FactStore:
         )
 
     def __repr__(self) -> str:
-        return f"FactStore({len(self)} facts, dim={self.dim}, dtype={self.dtype.name}, model={self.embedding_model!r})"
+        shape = f"dim={self.dim}, dtype={self.dtype.name}"
+        return f"FactStore({counted(len(self), 'fact')}, {shape}, model={self.embedding_model!r})"
 
     def empty(self) -> FactStore:
         """A store without facts, of the same dimension, model, dtype, tokenizer and hash key."""

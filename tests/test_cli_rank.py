@@ -80,6 +80,17 @@ def test_rank_refuses(store, tmp_path):
     assert re.search(r"no fact reaches --min-relevance 0\.99; the largest cosine .* is 0\.\d\d\d", nothing.stderr)
 
 
+def test_one_fact_is_one_fact(tmp_path):
+    facts, vectors, one = tmp_path / "f.jsonl", tmp_path / "e.npy", tmp_path / "one"
+    facts.write_text('{"id": "a", "text": "pods"}\n')
+    np.save(vectors, np.ones((1, 4), np.float32))
+    said = invoke("index", facts, "--embeddings", vectors, "--model", "m", "-o", one).stdout
+    assert ": 1 fact, 4 x float32" in said
+    found = invoke("rank", one, "--query", vectors, "--k", "1").stdout
+    assert "1 fact at or above the gate of 0.55, the best 1 shown" in found
+    assert ": 1 fact, 1 query, m" in invoke("gate", one, "--queries", vectors).stdout
+
+
 def test_a_filter_that_leaves_nothing_or_little_is_named(store):
     query = ["rank", store, "--query", f"{QUERIES}:0:query", "--min-relevance", "0.99"]
     none = invoke(*query, "--where", "source=zzz").stderr

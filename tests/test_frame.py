@@ -58,6 +58,12 @@ def test_an_empty_ranking_is_an_empty_table():
     assert "<table>" in made._repr_html_()
 
 
+def test_one_fact_is_one_fact():
+    made = ranking(1)
+    assert repr(made).startswith("<Ranking of 1 fact, 1 qualified, ")
+    assert str(made).startswith("1 fact of 1 that qualified")
+
+
 def test_an_incomplete_ranking_says_so_wherever_it_is_shown():
     whole = ranking()
     part = replace(whole, complete=False, missing_shards=("shard-0", "shard-2"))

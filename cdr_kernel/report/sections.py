@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cdr_kernel.checks import counted
 from cdr_kernel.report.charts import anchor, has_map, legend_mark, lines, store_map, window_colour
 from cdr_kernel.report.page import h, isolated, number
 from cdr_kernel.report.runs import METRICS, Run, Window
@@ -69,8 +70,8 @@ def _header(runs: Sequence[Run]) -> str:
 
 def _about(run: Run) -> str:
     facts = run.document["store"].get("facts")
-    about = [f"{facts:,} facts" if isinstance(facts, int) else "", str(run.document["model"])]
-    about.append(f"{len(run.sub_queries)} sub-topics")
+    about = [f"{facts:,} fact{'' if facts == 1 else 's'}" if isinstance(facts, int) else "", str(run.document["model"])]
+    about.append(counted(len(run.sub_queries), "sub-topic"))
     return ' <span aria-hidden="true">\u00b7</span> '.join(isolated(text) for text in about if text)
 
 
@@ -148,7 +149,7 @@ def _figures(run: Run) -> list[tuple[str, str, str]]:
     fresh = None if last is None else last["fresh"] / len(last["facts"])
     return [
         ("Completeness", number(run.completeness), "of the task, as assessed"),
-        ("Different facts", number(different, 0), f"in {number(places, 0)} places"),
+        ("Different facts", number(different, 0), f"in {number(places, 0)} place{'' if places == 1 else 's'}"),
         ("Fresh at the end", number(fresh), "share of the last envelope"),
         (
             "Sub-topics",
@@ -321,7 +322,7 @@ def _envelope(run: Run, index: int, window: Window, opened: bool) -> str:
     fill, ink = window_colour(window["number"], len(run.windows))
     summary = (
         f'<span class="window" style="--fill:{fill};--ink-of:{ink}">{window["number"]}</span>'
-        f"<span>{number(facts, 0)} facts, {number(window['fresh'], 0)} fresh, "
+        f"<span>{number(facts, 0)} fact{'' if facts == 1 else 's'}, {number(window['fresh'], 0)} fresh, "
         f"novelty {number(window.get('novelty_mean'))}"
         f'{"" if window["written"] else ", not written"}</span> <span class="status">{h(status)}</span>'
     )
