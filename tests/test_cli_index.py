@@ -41,7 +41,7 @@ def test_index_skips_what_is_asked_to_be_skipped(tmp_path):
     assert "e.npy, row 1 (fact 'b', line 2 of" in fails(*arguments)
     assert not (tmp_path / "s").exists()
     result = invoke(*arguments, "--on-invalid", "skip", "--json")
-    assert "1 facts left out" in result.stderr
+    assert "1 fact left out" in result.stderr
     assert json_of(result)["skipped"] == ["b"]
 
 
