@@ -133,7 +133,10 @@ def modules():
 def test_a_checkout_without_its_extension_says_what_to_do(tmp_path):
     (tmp_path / "cdr_kernel").mkdir()
     shutil.copy(PACKAGE / "__init__.py", tmp_path / "cdr_kernel")
-    run = subprocess.run([sys.executable, "-c", "import cdr_kernel"], cwd=tmp_path, capture_output=True, text=True)
+    # Without the finder of an editable install, which would find the rest elsewhere.
+    others = "[finder for finder in sys.meta_path if 'editable' not in finder.__module__]"
+    script = f"import sys; sys.meta_path = {others}; import cdr_kernel"
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     last = run.stderr.splitlines()[-1]
     assert f"ImportError: {tmp_path / 'cdr_kernel'}: the extension is not built here" in last
     assert "pip install -c constraints.txt -e . in this checkout, or run from another folder" in last
