@@ -244,15 +244,8 @@ constexpr std::int64_t kBlock = 256;   // candidates in one unit of work
 constexpr std::int64_t kAhead = 4;     // candidates whose rows are on their way while one is computed
 
 // Asks for a row that stands alone: the processor's own prefetcher only sees rows that follow one another.
-inline void fetch(const Rows& rows, std::int64_t row) {
-#if defined(__GNUC__) || defined(__clang__)
-  const unsigned char* p = rows.at(row);
-  const std::int64_t bytes = rows.dim * static_cast<std::int64_t>(size_of(rows.dtype));
-  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
-#else
-  (void)rows;
-  (void)row;
-#endif
+CDR_INLINE void fetch(const Rows& rows, std::int64_t row) {
+  prefetch(rows.at(row), rows.dim * static_cast<std::int64_t>(size_of(rows.dtype)));
 }
 
 std::size_t blocks_of(std::int64_t n) { return static_cast<std::size_t>((n + kBlock - 1) / kBlock); }
