@@ -21,10 +21,13 @@
 //   stage 3:          q.u = c0 + s r <c, k> +- (rho + e).
 // Stage 1 only rejects; stages 2 and 3 reject or accept; then the stored row is asked.
 //
-// Many queries at once (a screen of them together, then stage 3): the bound of stage 2 with integers k' of 7 or 8 bits,
-// a step s_g for each grain g of 32 dimensions, s_g = 2^j_g s for the last one's s, so that sum 2^j_g <c, k'>_g is one
-// integer; with eps >= |z_2 - s_g k'|, z_2 the first two blocks of z, |(z_2 - s_g k').a| <= eps r |c_2| in place of
-// alpha eps.
+// Many queries at once. Integers k' of 7 or 8 bits, and a step s_g for each grain g of 32 dimensions; s_g = 2^j_g s for
+// the last one's s, so that sum 2^j_g <c, k'>_g is one integer. What the k' of the first grain, whose step is the
+// largest, leave of z is asked for by one more grain over the same dimensions, with step s.
+//   a screen of all:   stage 2, with |(z_2 - s_g k').a| <= eps r |c_2| in place of alpha eps, z_2 and c_2 of the first
+//                      two blocks, without the last grain; it only rejects
+//   narrow, of those of which several rows of a tile are left: stage 3, with eps r |c| in place of alpha eps
+// then stage 3 as it is, and the stored row.
 //
 // Rounding. The integer sums are exact: s is chosen so that 127 sum |k| < 2^31. All else is float64:
 //   - u, d, |u - d|: at most (D + 16) 2^-52 (1 + |m| + F W alpha) per row, F the Frobenius norm of V (it bounds
@@ -34,9 +37,9 @@
 //     of rho + beta zeta, which are stored 1e-12 (relative) too large for this;
 //   - the number that the exact routine computes is off by (D + 8) 2^-52 from q.u, plus 1e-200 for underflow.
 //   The third and the fourth are the slack, taken four times as large as needed.
-//   - the screen of many queries compares in float32, ten operations: off by at most 10 2^-24 of rho + beta zeta, of
-//     alpha |s_g k'| and alpha eps, and of the gate. The first is taken 2^-18 larger, the gate that of the rest lower;
-//     a fused multiply-add only leaves out roundings.
+//   - the screen and narrow compute in float32, ten operations: off by at most 10 2^-24 of rho + beta zeta and
+//     eps r |c|, of c0, alpha |s_g k'| and the gate. The first are taken 2^-18 larger; 2^-18 of the others makes the
+//     gate of the screen lower and is in narrow's slack. A fused multiply-add only leaves out roundings.
 // A gate on scale * q.u + shift is put on q.u, -q for a negative scale, and widened by the rounding of both sides.
 #pragma once
 

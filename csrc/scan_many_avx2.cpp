@@ -24,71 +24,99 @@ CDR_AVX2 inline void turn(const __m256i* in, __m256i* out) {
   }
 }
 
-CDR_AVX2 void lay_avx2(const Codes& codes, const std::int64_t* widths, std::int64_t first, std::int64_t n,
-                       Laid& laid) {
+CDR_AVX2 void lay_avx2(const std::int8_t* codes, std::int64_t width, std::int64_t n, std::uint8_t* out,
+                       std::int32_t* squares, float* norms) {
   const __m256i one = _mm256_set1_epi16(1), middle = _mm256_set1_epi8(-128);
-  for (std::int64_t i = 0; i < (n + kTile - 1) / kTile * kTile; i += 8) {
-    __m256i* to = reinterpret_cast<__m256i*>(laid.codes + i / kTile * kTile * kScreened + i % kTile * 4);
-    __m256i squares = _mm256_setzero_si256();
-    for (int b = 0; b < 2; ++b) {
-      const std::int64_t width = widths[b];
-      const std::int8_t* from = codes.blocks[b] + (first + i) * width;
-      for (std::int64_t d = 0; d < width; d += 32, to += kTile) {
-        __m256i r[8], t[8];
-        for (std::int64_t j = 0; j < 8; ++j)
-          r[j] = i + j < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + j * width + d))
-                           : _mm256_setzero_si256();
-        turn(r, t);
-        for (int j = 0; j < 8; ++j) {
-          _mm256_store_si256(to + j * (kTile / 8), _mm256_xor_si256(t[j], middle));
-          const __m256i a = _mm256_abs_epi8(t[j]);
-          squares = _mm256_add_epi32(squares, _mm256_madd_epi16(one, _mm256_maddubs_epi16(a, a)));
-        }
+  for (std::int64_t i = 0; i < kTile; i += 8) {
+    __m256i* to = reinterpret_cast<__m256i*>(out + i * 4);
+    __m256i* square = reinterpret_cast<__m256i*>(squares + i);
+    __m256i sum = _mm256_loadu_si256(square);
+    for (std::int64_t d = 0; d < width; d += 32, to += kTile) {
+      __m256i r[8], t[8];
+      for (std::int64_t j = 0; j < 8; ++j)
+        r[j] = i + j < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + (i + j) * width + d))
+                         : _mm256_setzero_si256();
+      turn(r, t);
+      for (int j = 0; j < 8; ++j) {
+        _mm256_store_si256(to + j * (kTile / 8), _mm256_xor_si256(t[j], middle));
+        const __m256i a = _mm256_abs_epi8(t[j]);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(one, _mm256_maddubs_epi16(a, a)));
       }
     }
-    _mm256_store_ps(laid.norm + i, _mm256_mul_ps(_mm256_sqrt_ps(_mm256_cvtepi32_ps(squares)), _mm256_set1_ps(kUp)));
+    _mm256_storeu_si256(square, sum);
+    _mm256_storeu_ps(norms + i, _mm256_mul_ps(_mm256_sqrt_ps(_mm256_cvtepi32_ps(sum)), _mm256_set1_ps(kUp)));
   }
 }
 
-// |k'| <= 63: two products with codes + 128 fit 16 bits.
-CDR_AVX2 void screen_avx2(const Laid& laid, const Coarse* gates, std::size_t count, std::uint32_t* masks) {
+// The sums of a tile go on with one grain. |k'| <= 63: two products with codes + 128 fit 16 bits.
+CDR_AVX2 inline void add_grain(const std::uint8_t* grain, const Coarse& gate, int s, __m256i* sums) {
   const __m256i one = _mm256_set1_epi16(1);
-  for (std::int64_t t = 0; t * kTile < laid.rows; ++t) {
-    for (std::size_t g = 0; g < count; ++g) {
-      const Coarse& gate = gates[g];
-      const __m256i* codes = reinterpret_cast<const __m256i*>(laid.codes + t * kTile * kScreened);
-      const std::int8_t* k = gate.k;
-      __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
-      for (int s = 0; s < laid.grains; ++s) {
-        const __m128i by = _mm_cvtsi32_si128(gate.shift[s]);
-        a = _mm256_sll_epi32(a, by);
-        b = _mm256_sll_epi32(b, by);
-        c = _mm256_sll_epi32(c, by);
-        d = _mm256_sll_epi32(d, by);
-        for (int j = 0; j < kGrain; j += 4, codes += 4, k += 4) {
-          std::int32_t four;
-          __builtin_memcpy(&four, k, 4);
-          const __m256i x = _mm256_set1_epi32(four);
-          a = _mm256_add_epi32(a, _mm256_madd_epi16(one, _mm256_maddubs_epi16(codes[0], x)));
-          b = _mm256_add_epi32(b, _mm256_madd_epi16(one, _mm256_maddubs_epi16(codes[1], x)));
-          c = _mm256_add_epi32(c, _mm256_madd_epi16(one, _mm256_maddubs_epi16(codes[2], x)));
-          d = _mm256_add_epi32(d, _mm256_madd_epi16(one, _mm256_maddubs_epi16(codes[3], x)));
-        }
-      }
-      const __m256i sums[4] = {a, b, c, d}, offset = _mm256_set1_epi32(gate.offset);
-      const __m256 step = _mm256_set1_ps(gate.step), zeta = _mm256_set1_ps(gate.zeta), eps = _mm256_set1_ps(gate.eps);
-      const __m256 below = _mm256_set1_ps(gate.below);
-      std::uint32_t mask = 0;
-      for (int r = 0; r < 4; ++r) {
-        const std::int64_t at = t * kTile + 8 * r;
-        const __m256 sure = _mm256_mul_ps(step, _mm256_cvtepi32_ps(_mm256_add_epi32(sums[r], offset)));
-        const __m256 tail =
-            _mm256_add_ps(_mm256_load_ps(laid.rho + at), _mm256_mul_ps(zeta, _mm256_load_ps(laid.beta + at)));
-        const __m256 error = _mm256_add_ps(tail, _mm256_mul_ps(eps, _mm256_load_ps(laid.norm + at)));
-        const __m256 most = _mm256_add_ps(_mm256_mul_ps(_mm256_load_ps(laid.scale + at), sure), error);
-        mask |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(most, below, _CMP_NLT_UQ))) << (8 * r);
-      }
-      masks[static_cast<std::int64_t>(g) * kTiles + t] = mask;
+  const __m256i* codes = reinterpret_cast<const __m256i*>(grain);
+  const __m128i by = _mm_cvtsi32_si128(gate.shift[static_cast<std::size_t>(s)]);
+  const std::int8_t* k = gate.k.data() + s * kGrain;
+  for (int r = 0; r < 4; ++r) sums[r] = _mm256_sll_epi32(sums[r], by);
+  for (int j = 0; j < kGrain; j += 4, codes += 4) {
+    std::int32_t four;
+    __builtin_memcpy(&four, k + j, 4);
+    const __m256i x = _mm256_set1_epi32(four);
+    for (int r = 0; r < 4; ++r)
+      sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(one, _mm256_maddubs_epi16(codes[r], x)));
+  }
+}
+
+CDR_AVX2 void screen_avx2(const std::uint8_t* codes, int grains, const RowNumbers& numbers, std::int64_t row,
+                          const Coarse* gates, std::size_t count, std::int32_t* sums, std::uint32_t* masks) {
+  for (std::size_t g = 0; g < count; ++g, sums += kTile, masks += kTiles) {
+    const auto& gate = gates[g].screen;
+    __m256i all[4] = {};
+    for (int s = 0; s < grains; ++s) add_grain(codes + s * kGrain * kTile, gates[g], s, all);
+    const __m256i offset = _mm256_set1_epi32(gate.offset);
+    const __m256 step = _mm256_set1_ps(gate.step), zeta = _mm256_set1_ps(gate.zeta), eps = _mm256_set1_ps(gate.eps);
+    const __m256 below = _mm256_set1_ps(gate.below);
+    std::uint32_t mask = 0;
+    for (int r = 0; r < 4; ++r) {
+      const std::int64_t at = row + 8 * r;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + 8 * r), all[r]);
+      const __m256 sure = _mm256_mul_ps(step, _mm256_cvtepi32_ps(_mm256_add_epi32(all[r], offset)));
+      const __m256 tail =
+          _mm256_add_ps(_mm256_load_ps(numbers.rho + at), _mm256_mul_ps(zeta, _mm256_load_ps(numbers.beta + at)));
+      const __m256 error = _mm256_add_ps(tail, _mm256_mul_ps(eps, _mm256_load_ps(numbers.screened + at)));
+      const __m256 most = _mm256_add_ps(_mm256_mul_ps(_mm256_load_ps(numbers.scale + at), sure), error);
+      mask |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(most, below, _CMP_NLT_UQ))) << (8 * r);
+    }
+    *masks = mask;
+  }
+}
+
+CDR_AVX2 void narrow_avx2(const std::uint8_t* codes, int screened, int grains, const RowNumbers& numbers,
+                          std::int64_t row, Narrowing* all, std::size_t count) {
+  const __m256 one = _mm256_set1_ps(1.0f), pad = _mm256_set1_ps(kToldPad);
+  for (Narrowing* each = all; each < all + count; ++each) {
+    const auto& gate = each->gate->narrow;
+    __m256i sums[4];
+    for (int r = 0; r < 4; ++r) sums[r] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(each->sums + 8 * r));
+    for (int s = screened; s <= grains; ++s) add_grain(codes + s % grains * kGrain * kTile, *each->gate, s, sums);
+    each->may = each->sure = 0;
+    for (int r = 0; r < 4; ++r) {
+      const std::int64_t at = row + 8 * r;
+      const __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[r], _mm256_set1_epi32(gate.offset)));
+      const __m256 middle = _mm256_add_ps(
+          _mm256_set1_ps(gate.center),
+          _mm256_mul_ps(_mm256_load_ps(numbers.scale + at), _mm256_mul_ps(_mm256_set1_ps(gate.step), sum)));
+      const __m256 error = _mm256_add_ps(
+          _mm256_add_ps(_mm256_load_ps(numbers.rho + at),
+                        _mm256_mul_ps(_mm256_set1_ps(gate.eps), _mm256_load_ps(numbers.whole + at))),
+          _mm256_set1_ps(gate.slack));
+      const __m256 low = _mm256_sub_ps(middle, error), high = _mm256_add_ps(middle, error);
+      const int may = _mm256_movemask_ps(_mm256_cmp_ps(high, _mm256_set1_ps(gate.below), _CMP_NLT_UQ));
+      const int sure = _mm256_movemask_ps(_mm256_cmp_ps(low, _mm256_set1_ps(gate.above), _CMP_GE_OQ));
+      each->may |= static_cast<std::uint32_t>(may) << (8 * r);
+      each->sure |= static_cast<std::uint32_t>(sure) << (8 * r);
+      if (!each->low) continue;
+      const __m256 most = _mm256_sub_ps(_mm256_min_ps(low, one), pad);
+      const __m256 least = _mm256_add_ps(_mm256_max_ps(high, _mm256_sub_ps(_mm256_setzero_ps(), one)), pad);
+      _mm256_storeu_ps(each->low + 8 * r, _mm256_max_ps(most, _mm256_sub_ps(_mm256_setzero_ps(), one)));
+      _mm256_storeu_ps(each->high + 8 * r, _mm256_min_ps(least, one));
     }
   }
 }
@@ -127,8 +155,10 @@ CDR_AVX2 void whole_avx2(const Codes& codes, const std::int64_t* widths, std::in
 
 ManyLoops many_loops_avx2() {
   ManyLoops loops = many_loops_generic();
+  loops.several = 8;
   loops.lay = lay_avx2;
   loops.screen = screen_avx2;
+  loops.narrow = narrow_avx2;
   loops.whole = whole_avx2;
   return loops;
 }

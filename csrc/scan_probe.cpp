@@ -87,7 +87,7 @@ std::vector<Probe> make_probes(const Rotation& rotation, double alpha, const Col
     }
     const double eps = std::sqrt(left) * kAbove + gamma * rotation.most_weight * rotation.frobenius;
     const double size = 1.0 + std::fabs(probe.center) + rotation.mean_norm + alpha * (std::sqrt(zz) + eps);
-    probe.leading.assign(z.begin(), z.begin() + block_begin(dim, 2));
+    probe.z = z;
     probe.rounding = gamma * rotation.most_weight * rotation.frobenius;
     probe.slack = 4.0 * (gamma + 16.0 * kUlp) * size + 1e-200;
     probe.error = alpha * eps * kAbove + probe.slack;

@@ -34,8 +34,8 @@ struct Probe {
   double step = 1, center = 0, error = 0;             // s, c0, e
   double zeta[kBlocks] = {};                          // zeta_1, zeta_2, 0
   double norm = 0;  // of the vector before it became a unit vector
-  // For the screen of many queries: z in the first two blocks, what z may be off by, the slack in e.
-  std::vector<double> leading;
+  // For many queries at once: z, what it may be off by, the slack in e.
+  std::vector<double> z;
   double rounding = 0, slack = kInf;
 };
 

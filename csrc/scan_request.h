@@ -62,8 +62,13 @@ constexpr BitsOf4 kBitsOf4[16] = {
     {{2, 3, 0, 0}, 2}, {{0, 2, 3, 0}, 3}, {{1, 2, 3, 0}, 3}, {{0, 1, 2, 3}, 4}};
 
 // What the bounds say of a relevance, which is in -1 .. 1: a float is off by no more than 2^-25 of it.
-inline float told_low(double low) { return low > -1.0 ? static_cast<float>(std::min(low, 1.0) - 1e-7) : -1.0f; }
-inline float told_high(double high) { return high < 1.0 ? static_cast<float>(std::max(high, -1.0) + 1e-7) : 1.0f; }
+constexpr float kToldPad = 1e-7f;
+inline float told_low(double low) {
+  return low > -1.0 ? static_cast<float>(std::min(low, 1.0) - static_cast<double>(kToldPad)) : -1.0f;
+}
+inline float told_high(double high) {
+  return high < 1.0 ? static_cast<float>(std::max(high, -1.0) + static_cast<double>(kToldPad)) : 1.0f;
+}
 inline void tell(Found& found, double low, double high) {
   found.low.push_back(told_low(low));
   found.high.push_back(told_high(high));

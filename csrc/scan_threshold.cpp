@@ -51,7 +51,8 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
   const bool together = gates >= kTogether;
   const std::unique_ptr<Many> many(together ? new Many(index, requests) : nullptr);
   const std::int64_t block = together ? kBlockMany : kBlock;
-  std::vector<Found> parts(work.size() * sets);
+  std::vector<Found> parts(work.size() * sets);  // of each unit and set, what was not found together
+  std::vector<Pieces> pieces(together ? work.size() : 0);
   parallel_for(work.size(), [&](std::size_t u) {
     const Unit& unit = work[u];
     std::vector<std::int32_t> dots1(together ? 0 : most_gates * static_cast<std::size_t>(kBlock));
@@ -61,7 +62,7 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
       const std::int64_t size = std::min(block, unit.rows - at);
       const Place place{unit.at.codes, unit.at.row + at};
       const bool together_here = together && place.codes;
-      if (together_here) all->scan(place, size, unit.first + at, parts.data() + u * sets);
+      if (together_here) all->scan(place, size, unit.first + at, pieces[u]);
       for (std::size_t s = 0; s < sets; ++s) {
         const Request& request = requests[s];
         Found& found = parts[u * sets + s];
@@ -81,17 +82,29 @@ std::vector<Found> threshold(const Index& index, const Rows& rows, const double*
   });
   std::vector<Found> out(sets);
   parallel_for(sets, [&](std::size_t s) {
+    // A unit has either parts or pieces of a set. add: called with all of them in the order of their rows.
+    const auto each = [&](const auto& add) {
+      for (std::size_t u = 0; u < work.size(); ++u) {
+        const Found& part = parts[u * sets + s];
+        add(part, 0, part.rows.size());
+        for (std::size_t i = s; together && i < pieces[u].end.size(); i += sets)
+          add(pieces[u], i ? pieces[u].end[i - 1] : 0, pieces[u].end[i]);
+      }
+    };
     std::size_t total = 0;
-    for (std::size_t u = 0; u < work.size(); ++u) total += parts[u * sets + s].rows.size();
+    each([&](const auto&, std::size_t from, std::size_t to) { total += to - from; });
     out[s].rows.reserve(total);
     out[s].low.reserve(bounds ? total : 0);
     out[s].high.reserve(bounds ? total : 0);
-    for (std::size_t u = 0; u < work.size(); ++u) {
-      const Found& part = parts[u * sets + s];
-      out[s].rows.insert(out[s].rows.end(), part.rows.begin(), part.rows.end());
-      out[s].low.insert(out[s].low.end(), part.low.begin(), part.low.end());
-      out[s].high.insert(out[s].high.end(), part.high.begin(), part.high.end());
-    }
+    each([&](const auto& some, std::size_t from, std::size_t to) {
+      const auto copy = [&](const auto& of, auto& all) {
+        all.insert(all.end(), of.data() + from, of.data() + to);
+      };
+      copy(some.rows, out[s].rows);
+      if (!bounds) return;
+      copy(some.low, out[s].low);
+      copy(some.high, out[s].high);
+    });
   });
   return out;
 }

@@ -27,6 +27,13 @@
 #define CDR_PREFETCH(p) ((void)0)
 #endif
 
+// For a loop over registers: GCC would make it one that fills memory.
+#if defined(__GNUC__) && !defined(__clang__)
+#define CDR_UNROLL _Pragma("GCC unroll 16")
+#else
+#define CDR_UNROLL
+#endif
+
 namespace cdr {
 
 // Whether the AVX2 loops are to be used.

@@ -235,10 +235,17 @@ def test_every_dimension(dim, dtype):
     near = r.random((120, 1)) * query + r.standard_normal((120, dim))
     view = make_store(near, dtype, removed=[3]).view()
     index = ScanIndex.build(view, rotation=np.eye(dim) if dim > 1000 else None)
-    for gate in (-1.0, 0.0, 0.1, 0.5, 0.9):
-        columns = Columns.spec(query, min_relevance=gate)
+    several = [Columns.spec(query, min_relevance=gate) for gate in (-1.0, 0.0, 0.1, 0.5, 0.9)]
+    for columns in several:
         assert np.array_equal(index.candidates(columns, view), exact(view, columns))
         check_top(index, view, columns, None, 5, ())
+    for level in _C.simd_levels():
+        _C.set_simd(level)
+        for columns, (rows, low, high) in zip(several, index.bounded_each(several, view), strict=True):
+            assert np.array_equal(rows, exact(view, columns))
+            values = _C.column_values(view.blocks, view.squared_norms, columns.compiled, rows)[:, 0]
+            assert (low <= values).all()
+            assert (values <= high).all()
 
 
 @pytest.mark.parametrize("rotation", [*ROTATIONS, "reversed"])
