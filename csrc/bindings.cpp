@@ -625,7 +625,7 @@ py::list likely(const std::vector<Found>& found, const Array<bool>& alive, const
   std::vector<cdr::scan::Likely> chosen;
   {
     py::gil_scoped_release release;
-    chosen = cdr::scan::likely(all, live, weights, factors, k);
+    chosen = cdr::scan::likely(all, n, live, weights, factors, k);
   }
   py::list out;
   for (cdr::scan::Likely& each : chosen)

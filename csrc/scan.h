@@ -137,9 +137,9 @@ struct Likely {
 
 // For each of all, where a score is importance * multiplier * max(relevance, 0): as it is where nothing is covered,
 // nothing pulls and nothing was written. The bounds go through these very products, and rounding keeps order.
-// importance, multiplier (null: 1): by row, >= 0.
-std::vector<Likely> likely(const std::vector<Bounded>& all, const std::uint8_t* alive, const double* importance,
-                           const double* multiplier, std::int64_t k);
+// alive, importance, multiplier (null: 1): by row, [rows]; the last two >= 0.
+std::vector<Likely> likely(const std::vector<Bounded>& all, std::int64_t rows, const std::uint8_t* alive,
+                           const double* importance, const double* multiplier, std::int64_t k);
 
 // The time to beat: reads every byte of the rows once with all threads. Returns the sum of their 64-bit words.
 std::uint64_t read_pass(const Rows& rows);

@@ -176,6 +176,29 @@ def test_a_batch_ranks_as_one_by_one(prepared, k):
     assert rank_many([], retriever, []) == []
 
 
+@pytest.mark.parametrize("k", [1, 7, 90])
+@pytest.mark.parametrize("strength", ["equal", "any", "one far above", "none"])
+def test_many_first_windows_rank_as_one_by_one(strength, k):
+    store, _, _, r = world(5)
+    n = 600
+    importance = {"equal": np.ones(n), "any": r.random(n), "none": np.zeros(n)}.get(strength, np.full(n, 1e-3))
+    if strength == "one far above":
+        importance[300] = 1e6
+    facts = np.round(r.standard_normal((n, 12))) + 0.5  # some are alike
+    store.add([f"many{i}" for i in range(n)], ["w1"] * n, facts, importance=importance)
+    store.remove([f"many{i}" for i in range(0, n, 9)])
+    retriever = Retriever(store)
+    retriever.prepare()
+    multiplier = r.choice([0.0, 0.5, 2.0], len(store))
+    asked = [world(5, seed=i, min_relevance=(0.0, 0.3, 0.6, -1.0)[i % 4], guard=False)[1:3] for i in range(12)]
+    for factors in (None, multiplier):
+        sessions, queries = [s for s, _ in asked], [q for _, q in asked]
+        batch = rank_many(queries, retriever, sessions, k=k, multiplier=factors)
+        for query, session, ranking in zip(queries, sessions, batch, strict=True):
+            same(ranking, cdr_rank(query, Retriever(store), session, k=k, multiplier=factors))
+        asked = [world(5, seed=20 + i, min_relevance=0.2, guard=False)[1:3] for i in range(9)]
+
+
 def test_a_batch_is_checked_before_anything_is_ranked():
     store, session, query, _ = world(50)
     retriever = Retriever(store)

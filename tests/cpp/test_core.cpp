@@ -807,9 +807,15 @@ void scan_says_what_may_be_best() {
     }
     for (const bool factors : {false, true})
       for (const std::int64_t k : {0, 1, 7, 600}) {
-        const auto found = sc::likely({{rows.data(), low.data(), high.data(), n}, {nullptr, nullptr, nullptr, 0}},
-                                      alive.data(), importance.data(), factors ? multiplier.data() : nullptr, k);
+        // Alone, and among so many that what all of them need is looked at once.
+        std::vector<sc::Bounded> sets{{rows.data(), low.data(), high.data(), n}, {nullptr, nullptr, nullptr, 0}};
+        const std::int64_t size = static_cast<std::int64_t>(importance.size());
+        const double* other = factors ? multiplier.data() : nullptr;
+        const auto found = sc::likely(sets, size, alive.data(), importance.data(), other, k);
         CHECK(found.size() == 2 && found[1].living == 0 && found[1].positions.empty());
+        sets.insert(sets.end(), 20, sets[0]);
+        for (const sc::Likely& each : sc::likely(sets, size, alive.data(), importance.data(), other, k))
+          CHECK(each.living == 0 || (each.living == found[0].living && each.positions == found[0].positions));
         std::vector<double> scores;
         const auto score = [&](std::int64_t i) {
           const std::size_t row = static_cast<std::size_t>(rows[static_cast<std::size_t>(i)]);
