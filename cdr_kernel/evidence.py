@@ -221,7 +221,9 @@ def ask(query: Any, retriever: Retriever, session: Session, state: SessionState,
 def with_enough(made: Asked, rows: Int64, retriever: Retriever, session: Session, view: StoreView) -> Asked:
     """What was asked, where enough of these rows, which passed, are there (`Calibrated.min_qualified`); else with the
     gate that so many facts of the view pass, which is kept for the windows to come."""
-    least = 0 if session.calibrated is None else session.calibrated.min_qualified
+    if session.calibrated is None:
+        return made
+    least = session.calibrated.min_qualified
     gate = float(made.gates.gate[0])
     passed = int(np.count_nonzero(view.alive[rows]))
     if passed >= least or gate == -np.inf:

@@ -193,26 +193,17 @@ class StoreView:
         at = np.fromiter(rows, np.int64)
         storage = self._storage
         further = {name: column.values(at) for name, column in list(storage.attributes.items()) if name[0] != "_"}
-        columns = zip(
-            storage.ids.at(at),
-            storage.texts.at(at),
-            storage.sources.at(at),
-            storage.positions.buffer[at].tolist(),
-            self.importance[at].tolist(),
-            self.sequence[at].tolist(),
-            strict=True,
-        )
-        facts = [
-            Fact(
-                id=id,
-                text=text,
-                source=source[1:] if source else None,
-                position=None if position == NO_POSITION else position,
-                importance=importance,
-                sequence=sequence,
+        facts = list(
+            map(
+                Fact,  # its fields in their order
+                storage.ids.at(at),
+                storage.texts.at(at),
+                (source[1:] if source else None for source in storage.sources.at(at)),
+                (None if position == NO_POSITION else position for position in storage.positions.buffer[at].tolist()),
+                self.importance[at].tolist(),
+                self.sequence[at].tolist(),
             )
-            for id, text, source, position, importance, sequence in columns
-        ]
+        )
         if not further:
             return facts
         return [
