@@ -120,10 +120,15 @@ def check_against_reference(store: FactStore, tasks: Sequence[Task], settings: d
             ranking = cdr_rank(task.query, retriever, session)
             truth, share = reference.calibrated_rank(facts, task.query.tolist(), twin)
             numbers = {s.fact.id: [s.score, *s.by_sub_query] for s in truth}
-            found = np.column_stack([ranking.score, ranking.by_sub_query])  # type: ignore[list-item]  # of this mode
-            assert set(ranking.ids) == set(numbers), "other facts qualify than in the reference"
-            assert np.allclose(found, [numbers[id] for id in ranking.ids], rtol=0, atol=1e-8)
-            assert ranking.new_share == share
+            if set(ranking.ids) != set(numbers):
+                raise SystemExit("other facts qualify than in the reference")
+            if ranking.by_sub_query is None:
+                raise SystemExit("the ranking has no numbers by sub-query: it is not one of the calibrated mode")
+            found = np.column_stack([ranking.score, ranking.by_sub_query])
+            if not np.allclose(found, [numbers[id] for id in ranking.ids], rtol=0, atol=1e-8):
+                raise SystemExit("the numbers are not those of the reference")
+            if ranking.new_share != share:
+                raise SystemExit(f"the share of new facts is {ranking.new_share}, in the reference {share}")
             if twin.direction is None and not settings["source_weight"]:
                 positions = reference.feedback_positions(facts, reference.lexical_scores(facts, twin))
                 twin.direction = reference.feedback_direction(facts, positions)
@@ -143,8 +148,10 @@ def check_codes(expected: Sequence[Ranking], task: Task, retriever: Retriever, s
     plain.moments, plain.lexical = retriever.moments, retriever.lexical
     plain.codes = lambda view: None  # type: ignore[method-assign]  # else it would make them in the background
     for first, second in zip(windows(task, plain, settings)[1], expected, strict=True):
-        assert first.ids == second.ids, "the codes change what is packed"
-        assert first.score.tobytes() == second.score.tobytes(), "the codes change scores"
+        if first.ids != second.ids:
+            raise SystemExit("the codes change what is packed")
+        if first.score.tobytes() != second.score.tobytes():
+            raise SystemExit("the codes change scores")
 
 
 def main(arguments: list[str]) -> int:
@@ -175,7 +182,8 @@ def main(arguments: list[str]) -> int:
         times, packed = windows(task, retriever, settings)
         if a.facts <= CHECKED:
             check_codes(packed, task, retriever, settings)
-        assert all(not set(x.ids) & set(y.ids) for x, y in pairwise(packed)), "a fact is packed twice"
+        if any(set(x.ids) & set(y.ids) for x, y in pairwise(packed)):
+            raise SystemExit("a fact is packed twice")
         first.append(times[0])
         later += times[1:]
         qualified.append(packed[0].qualified)

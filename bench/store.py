@@ -46,12 +46,15 @@ def _put(store: DurableStore, verb: str, first: int, count: int) -> None:
 def _check(store: DurableStore, facts: int) -> None:
     """Some facts of every batch are what was put in."""
     view = store.facts.view()
-    assert len(store) == facts, (len(store), facts)
+    if len(store) != facts:
+        raise SystemExit(f"the store has {len(store)} facts, {facts} were put in")
     for first in range(0, facts, BATCH):
         rows = np.array([first, min(first + BATCH, facts) - 1])
         expected = _vectors(first, min(BATCH, facts - first), store.dim).astype(store.facts.dtype)
-        assert (view.take(rows) == expected[[0, -1]]).all()
-        assert [fact.id for fact in view.facts(rows)] == [f"fact-{row}" for row in rows]
+        if not np.array_equal(view.take(rows), expected[[0, -1]]):
+            raise SystemExit(f"the vectors of the facts {rows.tolist()} are not those that were put in")
+        if [fact.id for fact in view.facts(rows)] != [f"fact-{row}" for row in rows]:
+            raise SystemExit(f"the facts {rows.tolist()} are not those that were put in")
 
 
 def _cpu(call: Callable[[], Any]) -> float:
@@ -72,7 +75,8 @@ def measure(folder: Path, facts: int, dim: int, dtype: str, opens: int) -> dict[
             result["ingest_s"] = time.perf_counter() - start
             result["snapshot_s"] = once(lambda: store.snapshot(codes=False)) / 1e3
     with DurableStore.open(folder, verify=True) as store:
-        assert store.verify() is None
+        if (damage := store.verify()) is not None:
+            raise SystemExit(f"the store is damaged: {damage}")
         _check(store, facts)
 
     def opened() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from cdr_kernel import Retriever
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,6 +73,46 @@ def test_calibrated(more):
     assert result["later_ms"]["p50"] > 0
     assert 0 < result["kept_bytes"] <= result["kept_limit"]
     assert result["peak_rss_mb"] > 50
+
+
+def test_calibrated_times_nothing_where_codes_change_the_windows():
+    from bench import calibrated
+
+    units, texts, (task,), _ = calibrated.base_of(None)
+    retriever = Retriever(calibrated.grown(calibrated.Clusters.of(units), texts, 300))
+    _, packed = calibrated.windows(task, retriever, {})
+    calibrated.check_codes(packed, task, retriever, {})
+    with pytest.raises(SystemExit, match="the codes change what is packed"):
+        calibrated.check_codes(packed[::-1], task, retriever, {})
+    shifted = [replace(ranking, score=ranking.score + 1e-9) for ranking in packed]
+    with pytest.raises(SystemExit, match="the codes change scores"):
+        calibrated.check_codes(shifted, task, retriever, {})
+
+
+def test_calibrated_times_nothing_that_the_reference_does_not_say(monkeypatch):
+    from bench import calibrated
+
+    units, texts, tasks, _ = calibrated.base_of(None)
+    store = calibrated.grown(calibrated.Clusters.of(units), texts, 60)
+    ranked = calibrated.cdr_rank
+    wrong = {
+        "other facts qualify": lambda ranking: replace(ranking, facts=ranking.facts[1:]),
+        "no numbers by sub-query": lambda ranking: replace(ranking, by_sub_query=None),
+        "not those of the reference": lambda ranking: replace(ranking, score=ranking.score + 1e-6),
+        "the share of new facts is 0.5": lambda ranking: replace(ranking, new_share=0.5),
+    }
+    for message, change in wrong.items():
+        monkeypatch.setattr(calibrated, "cdr_rank", lambda *given, change=change: change(ranked(*given)))
+        with pytest.raises(SystemExit, match=message):
+            calibrated.check_against_reference(store, tasks, {"source_weight": 0.0})
+
+
+def test_results_are_checked_under_python_o_too():
+    """An `assert` is not run there; one that only says that something is there, for the types, may stay."""
+    for path in sorted((ROOT / "bench").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assert):
+                assert ast.unparse(node.test).endswith(" is not None"), f"{path.name}:{node.lineno}"
 
 
 def test_calibrated_refuses_no_facts():
