@@ -38,7 +38,7 @@ def as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
     another number of dimensions than ndim, masked values, and tensors that are not dense (sparse, nested, quantised,
     float8, without storage).
     """
-    if np.ma.is_masked(x) or (ndim == 2 and isinstance(x, list | tuple) and any(map(np.ma.is_masked, x))):
+    if _masked(x) or (ndim == 2 and isinstance(x, list | tuple) and any(map(_masked, x))):
         raise ValueError(f"{name}: expected no masked values")
     try:
         if is_tensor(x):
@@ -52,11 +52,20 @@ def as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
     if a.size == 0 and a.ndim == 1 and ndim == 2:
         a = a.reshape(0, 0).astype(np.float64)
     if a.dtype.kind not in "fiu" or (a.dtype.kind == "f" and a.dtype.itemsize > 8):
-        raise TypeError(f"{name}: expected float16, float32 or float64, got {a.dtype}")
+        raise TypeError(f"{name}: expected float16, float32 or float64, got {_what(x, a)}")
     if a.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {list(a.shape)}")
     dtype = a.dtype.newbyteorder("=") if a.dtype.kind == "f" else np.dtype(np.float64)
     return np.require(a, dtype=dtype, requirements=["C", "A"])
+
+
+def _masked(x: Any) -> bool:
+    return isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x)
+
+
+def _what(x: Any, a: npt.NDArray[Any]) -> str:
+    """The dtype of what is no array of numbers; its type where it is no array at all."""
+    return type(x).__name__ if a.ndim == 0 and a.dtype == object else str(a.dtype)
 
 
 def check_rows(blocks: Blocks) -> tuple[Float64, npt.NDArray[np.uint8]]:

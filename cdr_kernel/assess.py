@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_array, scale_rows
 from cdr_kernel.checks import check_integer, check_number
-from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView
+from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import tokenize
 
@@ -43,10 +43,10 @@ def similarity_thresholds(store: FactStore | StoreView, sub_queries: Sequence[Su
     """Per sub-query id, the 95th percentile of the store's cosines to it: what counts as being about it.
 
     Taken over all facts, or 20,000 of them evenly spaced. Compute it once and pass it to `assess` as
-    `min_similarity`. ValueError for an empty store or another dimension.
+    `min_similarity`. ValueError for an empty store or another dimension, TypeError for what is no store.
     """
     targets = _unit_targets(sub_queries)
-    view = store.view() if isinstance(store, FactStore) else store
+    view = view_of(store)
     if view.dim != targets.shape[1]:
         raise ValueError(f"the store has dimension {view.dim}, the sub-queries have {targets.shape[1]}")
     rows = np.flatnonzero(view.alive)
@@ -159,12 +159,13 @@ def _thresholds(
     sub_queries: Sequence[SubQuery],
     embedding_model: str | None,
 ) -> list[float]:
-    if store is not None and embedding_model not in (None, store.embedding_model):
-        raise EmbeddingModelMismatch("embedding_model", store.embedding_model, embedding_model)
+    view = None if store is None else view_of(store)
+    if view is not None and embedding_model not in (None, view.embedding_model):
+        raise EmbeddingModelMismatch("embedding_model", view.embedding_model, embedding_model)
     if min_similarity is None:
-        if store is None:
+        if view is None:
             raise ValueError("with embed, pass min_similarity=, or store= to take the 95th percentile of its cosines")
-        min_similarity = similarity_thresholds(store, sub_queries)
+        min_similarity = similarity_thresholds(view, sub_queries)
     if isinstance(min_similarity, Mapping):
         missing = [item.id for item in sub_queries if item.id not in min_similarity]
         if missing:

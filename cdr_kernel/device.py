@@ -88,8 +88,10 @@ class DeviceRows:
     def at(self, view: StoreView) -> DeviceView:
         """The rows of this view, copying what is not here yet.
 
-        A view of another store, or of one that was compacted since, replaces everything.
+        A view of another store, or of one that was compacted since, replaces everything. TypeError for what is no view.
         """
+        if not isinstance(view, StoreView):
+            raise TypeError(f"view: expected a StoreView, such as store.view(), got {type(view).__name__}")
         with self._lock:
             if view._storage is not self._storage:
                 self.release()

@@ -193,6 +193,8 @@ def explain(
         raise TypeError(f"fact_id: expected a str, got {type(fact_id).__name__}")
     if not isinstance(retriever, Retriever) and not hasattr(retriever, "question"):
         raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
+    if not isinstance(session, Session):
+        raise TypeError(f"session: expected a Session, got {type(session).__name__}")
     room = Room(UNLIMITED if token_budget is None else token_budget, max_facts, count_tokens, pack)
     for _ in range(_ATTEMPTS):
         state = session.state
@@ -223,6 +225,8 @@ def explain_vectors(
     The rows of coverage and residual are the sub-queries, named "coverage 0", "residual 0" and so on. Raises as
     `Columns.spec` and `explain` do.
     """
+    if not isinstance(retriever, Retriever) and not hasattr(retriever, "question"):
+        raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
     vector = as_vector(query, None, "query")
     Columns.spec(vector, coverage=coverage, depth_weights=depth_weights, residual=residual, min_relevance=min_relevance)
     given = {"coverage": () if coverage is None else coverage, "residual": () if residual is None else residual}

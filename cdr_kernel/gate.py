@@ -18,7 +18,7 @@ from cdr_kernel.arrays import Float64, Int64, as_vectors
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, MAX_WINDOWS
 from cdr_kernel.score import check_k
-from cdr_kernel.store import FactStore, StoreView
+from cdr_kernel.store import FactStore, StoreView, view_of
 
 SPEC_GATES = (0.50, 0.55, 0.65)
 """§2.6: permissive, default, strict."""
@@ -88,9 +88,10 @@ def gate_report(
     """How many facts pass for each of these queries [Q, D], at these gates and in quantiles.
 
     k, windows: facts per envelope and windows per task; a gate that leaves fewer than k x windows cannot fill them.
-    Reads every fact once per query. Raises ValueError for no query, an empty store, bad vectors, k or windows.
+    Reads every fact once per query. Raises ValueError for no query, an empty store, bad vectors, k or windows,
+    TypeError for what is no store (a `Retriever` has one: ``retriever.store``).
     """
-    view = store.view() if isinstance(store, FactStore) else store
+    view = view_of(store)
     vectors = as_vectors(queries, view.dim, "queries")
     check_k(k)
     check_k(windows)

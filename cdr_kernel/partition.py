@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -201,6 +201,8 @@ def partition(
     if isinstance(store, FactStore):
         like, views = store, [store.view()]
         kinds, version, following = views[0].attribute_types, 0, store.next_sequence
+    elif not isinstance(store, str | os.PathLike | Home):
+        raise TypeError(f"store: expected a FactStore, the path of a saved one or a Home, got {type(store).__name__}")
     else:
         source = home_of(store)
         manifest = source.manifest()
@@ -318,6 +320,7 @@ Write: TypeAlias = "Callable[[FactStore], Any]"
 """Writes a shard's facts where they belong, in whichever process; what it returns goes to the home."""
 
 
+@runtime_checkable
 class Home(Protocol):
     """Where a partition is: a `Folder`, or `lance_shards.LanceHome`. It travels to the actors."""
 
@@ -396,8 +399,12 @@ class Folder:
 
 
 def home_of(home: str | os.PathLike[str] | Home) -> Home:
-    """A home as it is, a path as a `Folder`."""
-    return Folder(os.path.abspath(home)) if isinstance(home, str | os.PathLike) else home
+    """A home as it is, a path as a `Folder`. TypeError for anything else."""
+    if isinstance(home, str | os.PathLike):
+        return Folder(os.path.abspath(home))
+    if not isinstance(home, Home):
+        raise TypeError(f"home: expected the path of a folder or a Home, got {type(home).__name__}")
+    return home
 
 
 def manifest_of(home: str | os.PathLike[str] | Home) -> dict[str, Any]:

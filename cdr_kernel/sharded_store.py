@@ -154,6 +154,8 @@ class ShardedStore:
 
         by: "source" keeps all facts of one source in one shard, "id" spreads them evenly.
         """
+        if not isinstance(store, FactStore):
+            raise TypeError(f"store: expected a FactStore, got {type(store).__name__}")
         limits = Limits(timeout, hedge_after, max_in_flight)
         names = shard_names(check_shards(shards))
         view = store.view()

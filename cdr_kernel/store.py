@@ -39,6 +39,7 @@ __all__ = [
     "FactStore",
     "StoreView",
     "check_store_folder",
+    "view_of",
 ]
 
 DTYPES = ("float16", "float32", "float64")
@@ -651,3 +652,15 @@ def _positions(values: Sequence[int | None] | None, m: int) -> Int64:
         if v is not None and v > MAX_POSITION:
             raise ValueError(f"position: expected at most 2^63 - 1, got {v} at {i}")
     return np.array([NO_POSITION if v is None else int(v) for v in out], np.int64)
+
+
+def view_of(store: object) -> StoreView:
+    """The present view of a store; a view as it is. TypeError for anything else, which says where such a thing has its
+    store."""
+    if isinstance(store, FactStore):
+        return store.view()
+    if isinstance(store, StoreView):
+        return store
+    inner = (name for name in ("store", "facts") if isinstance(getattr(store, name, None), FactStore))
+    hint = next((f": pass its .{name}" for name in inner), "")
+    raise TypeError(f"store: expected a FactStore or a StoreView, got {type(store).__name__}{hint}")

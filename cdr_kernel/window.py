@@ -97,6 +97,8 @@ def run_windows(
     like, and go on later with the same session. What generate or assess raises passes through and leaves the
     session as it was before that window.
     """
+    if not isinstance(session, Session):
+        raise TypeError(f"session: expected a Session, got {type(session).__name__}")
     outputs: list[str] = []
     while True:
         number = session.window_count + 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from cdr_kernel import FactStore
 from cdr_kernel.arrays import as_array, factor
 
 ROWS = [[1.0, -2.0], [3.0, 4.0]]
@@ -41,6 +42,13 @@ def test_dense_tensors_are_taken_however_they_are_viewed(dtype):
     assert as_array(negated, 2, "query").tolist() == ROWS
     with pytest.raises(TypeError, match="query: expected float16, float32 or float64, got complex64"):
         as_array(torch.complex(torch.ones(2, 2), torch.ones(2, 2)).conj(), 2, "query")
+
+
+def test_what_is_no_array_is_named():
+    store = FactStore(2, embedding_model="toy")
+    for given in (store, store.view(), None):
+        with pytest.raises(TypeError, match=f"float16, float32 or float64, got {type(given).__name__}$"):
+            as_array(given, 2, "embeddings")
 
 
 def test_masked_values_are_errors():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.ngram import tokenize
+from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore
 from cdr_kernel.task import SubQuery
@@ -193,6 +194,10 @@ def test_embedding_needs_a_threshold():
         assess("dns", sub_queries(), embed, store=three)
     with pytest.raises(EmbeddingModelMismatch):
         assess("dns", sub_queries(), embed, store=make_store(np.eye(4)), embedding_model="m2")
+    with pytest.raises(TypeError, match=r"store: expected a FactStore or a StoreView, got Retriever: pass its \.store"):
+        assess("dns", sub_queries(), embed, store=Retriever(make_store(np.eye(4))), embedding_model=MODEL)
+    with pytest.raises(TypeError, match="store: expected a FactStore or a StoreView, got Retriever"):
+        similarity_thresholds(Retriever(make_store(np.eye(4))), sub_queries())
 
 
 # checks

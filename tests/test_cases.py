@@ -725,7 +725,7 @@ class TestArrayTypes:
             (np.ones((1, 2), bool), TypeError, "got bool"),
             (np.ones((1, 2), object), TypeError, "got object"),
             ([[None, 1.0]], TypeError, "got object"),
-            (None, TypeError, "got object"),
+            (None, TypeError, "got NoneType"),
             (np.ones((1, 2, 2)), ValueError, "got shape .1, 2, 2."),
             ([1.0, 2.0], ValueError, "got shape .2."),
             (3.0, ValueError, "got shape .."),

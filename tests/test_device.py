@@ -267,3 +267,12 @@ def test_on_a_gpu(small_blocks, dtype, memory, impl):
             )  # fmt: skip
             found = cdr_score(on_device, sessions, k=20, impl=impl)
             assert [bits(s) for s in found] == [bits(s) for s in best]
+
+
+def test_what_is_no_view_is_refused():
+    store, r = filled(3)
+    rows = DeviceRows("cpu")
+    with pytest.raises(TypeError, match=r"view: expected a StoreView, such as store\.view\(\), got FactStore"):
+        rows.at(store)
+    assert rows.nbytes == 0
+    check(store.view(), rows.at(store.view()), [columns(r)])

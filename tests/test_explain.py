@@ -290,6 +290,10 @@ def test_errors_come_before_anything_else():
         explain(world.query, retriever, session, 3)
     with pytest.raises(TypeError, match="retriever: expected a Retriever, got FactStore"):
         explain(world.query, world.store(), session, "f1")
+    with pytest.raises(TypeError, match="retriever: expected a Retriever, got FactStore"):
+        explain_vectors(world.query, world.store(), "f1")
+    with pytest.raises(TypeError, match="session: expected a Session, got Retriever"):
+        explain(world.query, retriever, retriever, "f1")
     with pytest.raises(ValueError, match="query"):
         explain(np.ones(DIM + 1), retriever, session, "f1")
     with pytest.raises(ValueError, match="max_facts"):

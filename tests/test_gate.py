@@ -94,3 +94,16 @@ def test_a_calibrated_gate_warns_too():
     session = Session([SubQuery("a", "A", "a", query)], embedding_model="toy", mode="calibrated", gate=1.0)
     with pytest.warns(UserWarning, match=r"facts reach the gate of 1 deviations, fewer than k = 3"):
         cdr_rank(query, Retriever(store), session, k=3)
+
+
+def test_what_is_no_store_is_refused():
+    store = store_of([0.9, 0.8])
+    assert gate_report(store.view(), [[1.0, 0.0]]).facts == 2
+    for given, message in (
+        (Retriever(store), r"store: expected a FactStore or a StoreView, got Retriever: pass its \.store$"),
+        ("facts.store", "store: expected a FactStore or a StoreView, got str$"),
+        (None, "got NoneType$"),
+    ):
+        for ask in (gate_report, suggest_min_relevance):
+            with pytest.raises(TypeError, match=message):
+                ask(given, [[1.0, 0.0]])

@@ -764,7 +764,7 @@ def test_an_explanation_needs_all_shards_and_the_fact(world, faulty, clock):
             explain(query, retriever, calibrated(items), "f3")
 
 
-def test_what_does_not_fit_is_refused_as_by_one_store(world):
+def test_what_does_not_fit_is_refused_as_by_one_store(world, tmp_path):
     store, items, query = world
     with ShardedStore.split(store, shards=3) as sharded, ShardedStore.split(store, shards=3, by="id") as by_id:
         for each in (sharded, by_id):
@@ -813,6 +813,15 @@ def test_what_does_not_fit_is_refused_as_by_one_store(world):
         ShardedRetriever(store)
     with pytest.raises(TypeError, match="Retriever"):
         cdr_rank(query, store, spec(items))
+    retriever = Retriever(store)
+    with pytest.raises(TypeError, match="store: expected a FactStore, got Retriever"):
+        ShardedStore.split(retriever, shards=2)
+    with pytest.raises(TypeError, match="home: expected the path of a folder or a Home, got FactStore"):
+        ShardedStore.open(store)
+    with pytest.raises(TypeError, match=r"store: expected a FactStore, the path of a saved one .*, got Retriever"):
+        partition(retriever, tmp_path / "shards", shards=2)
+    with pytest.raises(TypeError, match="home: expected the path of a folder or a Home, got Retriever"):
+        partition(store, retriever, shards=2)
     for bad, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="shards"):
             ShardedStore.split(store, shards=bad)

@@ -248,6 +248,14 @@ def test_the_models_of_store_and_session_must_agree():
     assert session.to_json() == before
 
 
+def test_what_is_no_retriever_or_session_is_refused():
+    retriever = make_retriever()
+    with pytest.raises(TypeError, match="retriever: expected a Retriever, got FactStore"):
+        run(Writer(), make_session(), retriever=retriever.store)
+    with pytest.raises(TypeError, match="session: expected a Session, got Retriever"):
+        run(Writer(), retriever, retriever=retriever)
+
+
 def test_k_and_multiplier_reach_the_ranking():
     (window,) = run(Writer(), make_session(max_windows=1), k=2, multiplier={"bgp3": 9.0})
     assert len(window.ranking) == 2
