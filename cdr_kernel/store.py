@@ -299,11 +299,12 @@ class FactStore:
     ) -> Added:
         """Add facts that are not in the store yet.
 
-        ids, texts: [M] strings, ids not empty; embeddings: [M, D] of any float dtype; importance: [M], finite and >= 0,
-        default 1; source: [M] names of documents or None; position: [M] places in the source, 0 to 2^63 - 1 or None.
-        attributes: further columns by name, each [M] of str, int, float or bool (one type a column) or None; they are
-        what a ranking's `where` filters by, beside source. sequence: [M] numbers that ascend, above all that the store
-        gave, in place of the next ones: for facts that were numbered elsewhere.
+        ids, texts: [M] strings, ids not empty. A text may be blank; one of fewer than six tokens, a blank one too, has
+        no n-gram, so that the guard (§5) never acts on it. embeddings: [M, D] of any float dtype; importance: [M],
+        finite and >= 0, default 1; source: [M] names of documents or None; position: [M] places in the source, 0 to
+        2^63 - 1 or None. attributes: further columns by name, each [M] of str, int, float or bool (one type a column)
+        or None; they are what a ranking's `where` filters by, beside source. sequence: [M] numbers that ascend, above
+        all that the store gave, in place of the next ones: for facts that were numbered elsewhere.
         on_invalid="skip" leaves out facts whose vector is not finite or all zeros and says which; "raise" is a
         ValueError naming them. Raises ValueError for an id that is there already or comes twice, for wrong lengths,
         dimensions and values, TypeError for wrong types. After an error the store is as it was.

@@ -310,6 +310,15 @@ def shouting(text):
     return text.upper().split()
 
 
+def test_a_blank_text_is_taken_and_never_guarded():
+    store = FactStore(2, embedding_model="m1")
+    texts = ["", " \n\t", "one two three four five", "one two three four five six"]
+    store.add(["empty", "blank", "five", "six"], texts, [[1.0, 0.0]] * 4)
+    guard = NGramGuard()
+    guard.update(" ".join(texts))
+    assert guard.overlap_rows(store.view().tokens).tolist() == [0, 0, 0, 1]
+
+
 ALL = [
     "every",
     "pod",

@@ -42,8 +42,9 @@ class Question(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class NewFact(Question, kw_only=True):
     """A fact to add. Without an embedding the server's --embed makes one from the text.
 
-    attributes: further columns, of one type each, that rankings may be limited by. expires_at: seconds since 1970 when
-    the fact is taken out, of durable stores alone.
+    text: may be blank; one of fewer than six tokens has no n-gram, so that the guard never acts on it. attributes:
+    further columns, of one type each, that rankings may be limited by. expires_at: seconds since 1970 when the fact is
+    taken out, of durable stores alone.
     """
 
     id: Name
