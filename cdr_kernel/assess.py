@@ -161,7 +161,9 @@ def _thresholds(
 ) -> list[float]:
     view = None if store is None else view_of(store)
     if view is not None and embedding_model not in (None, view.embedding_model):
-        raise EmbeddingModelMismatch("embedding_model", view.embedding_model, embedding_model)
+        own = view.embedding_model
+        advice = f"the store is of {own!r}: assess with vectors of that, or against a store of {embedding_model!r}"
+        raise EmbeddingModelMismatch("embedding_model", own, embedding_model, advice)
     if min_similarity is None:
         if view is None:
             raise ValueError("with embed, pass min_similarity=, or store= to take the 95th percentile of its cosines")

@@ -93,9 +93,17 @@ def embedder(model: str, store: cdr_kernel.FactStore | None = None) -> Callable[
     """The model of this name, which must be the store's where one is given."""
     from cdr_kernel.embedder import load_embedder
 
-    if store is not None and model != store.embedding_model:
-        raise cdr_kernel.EmbeddingModelMismatch("--embed", store.embedding_model, model)
+    if store is not None:
+        check_model(model, store, "--embed")
     return load_embedder(model)
+
+
+def check_model(named: str | None, store: cdr_kernel.FactStore, option: str) -> None:
+    """Raises EmbeddingModelMismatch where an option names another model than the store's."""
+    own = store.embedding_model
+    if named is not None and named != own:
+        advice = f"the store is of {own!r}: name that model, or take a store of {named!r}"
+        raise cdr_kernel.EmbeddingModelMismatch(option, own, named, advice)
 
 
 def own_embedder(store: cdr_kernel.FactStore, otherwise: str) -> Callable[[list[str]], Any]:

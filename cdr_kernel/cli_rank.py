@@ -10,7 +10,7 @@ import typer
 import cdr_kernel
 from cdr_kernel.attributes import Where
 from cdr_kernel.checks import counted
-from cdr_kernel.cli_inputs import check_released, opened_store, query_vector, query_vectors, where_filter
+from cdr_kernel.cli_inputs import check_model, check_released, opened_store, query_vector, query_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
     EmbedOption,
@@ -60,8 +60,7 @@ def rank(
     if depths is not None and coverage is None:
         raise typer.BadParameter("--depths goes with --coverage")
     opened = opened_store(store)
-    if model not in (None, opened.embedding_model):
-        raise cdr_kernel.EmbeddingModelMismatch("--model", opened.embedding_model, model)
+    check_model(model, opened, "--model")
     vector = query_vector(query, opened, embed)
     covered = None if coverage is None else read_vectors(coverage, opened.dim)
     remaining = None if residual is None else read_vectors(residual, opened.dim)

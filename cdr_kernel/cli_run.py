@@ -14,7 +14,7 @@ import typer
 import cdr_kernel
 from cdr_kernel.attributes import Where
 from cdr_kernel.checks import counted
-from cdr_kernel.cli_inputs import embedder, opened_store, task_vectors, where_filter
+from cdr_kernel.cli_inputs import check_model, embedder, opened_store, task_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
     EmbedOption,
@@ -222,8 +222,7 @@ def run(
         _check_report(report)
     opened = opened_store(store)
     chosen = pick_task(read_tasks(task), task_id, task)
-    if embed not in (None, opened.embedding_model):
-        raise cdr_kernel.EmbeddingModelMismatch("--embed", opened.embedding_model, embed)
+    check_model(embed, opened, "--embed")
     # To copy facts needs no model: their vectors are in the store.
     encode = embedder(embed) if embed is not None and (vectors is None or writer != "extract") else None
     query, subs = task_vectors(vectors, chosen, opened, encode)

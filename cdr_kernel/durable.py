@@ -142,7 +142,9 @@ class DurableStore:
         record = newest_record(folder)
         about = record.about
         if embedding_model is not None and embedding_model != about["embedding_model"]:
-            raise EmbeddingModelMismatch(f"{folder}", about["embedding_model"], embedding_model)
+            own = about["embedding_model"]
+            advice = f"the store in {folder} is of {own!r}: ask for that or for none, or open another store"
+            raise EmbeddingModelMismatch("embedding_model", own, embedding_model, advice)
         store = cls(folder, record, tokenizer, hash_key)
         store.facts.check_hasher(about, f"{folder}")
         with store._lock:  # the check of the snapshot that this starts waits with putting anything right

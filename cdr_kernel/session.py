@@ -327,7 +327,9 @@ class Session:
         named = {embedding_model, report.embedding_model}
         for name in named - {None} or named:
             if name != self.embedding_model:
-                raise EmbeddingModelMismatch("the update of a session", self.embedding_model, name)
+                own = self.embedding_model
+                advice = f"the session is of {own!r}: update it with vectors of that, named here or in the report"
+                raise EmbeddingModelMismatch("the update of a session", own, name, advice)
         fact_ids = () if envelope is None else tuple(fact.id for fact in envelope.facts)
         found = None if envelope is None or self.calibrated is None else envelope.ranking.feedback
         with self._lock:

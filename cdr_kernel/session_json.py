@@ -129,7 +129,8 @@ def from_token(
     try:
         model = data["settings"]["embedding_model"]
         if model != embedding_model:
-            raise EmbeddingModelMismatch("the session of the token", model, embedding_model)
+            advice = f"the token is of a session of {model!r}, embedding_model= and its sub-queries must be of that too"
+            raise EmbeddingModelMismatch("embedding_model", model, embedding_model, advice)
         return _from_token_data(kind, data, sub_queries, guard)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a session token: {_message(error)}") from error

@@ -46,11 +46,25 @@ DTYPES = ("float16", "float32", "float64")
 
 
 class EmbeddingModelMismatch(ValueError):
-    """Vectors of another embedding model than the store's or the session's (§2.5, reading R18)."""
+    """Vectors of another embedding model than the store's or the session's (§2.5, reading R18).
 
-    def __init__(self, what: str, expected: str, got: str | None) -> None:
+    expected, got: the models, got None where none was named. advice: who has which, and what to do; by default that
+    `expected` is a session's and `got` that of the store it was to rank.
+    """
+
+    def __init__(self, what: str, expected: str, got: str | None, advice: str | None = None) -> None:
+        self.expected, self.got = expected, got
+        self._given = what, expected, got, advice  # what makes it again in another process
         named = "no embedding model was named" if got is None else f"got {got!r}"
-        super().__init__(f"{what}: expected embedding model {expected!r}, {named}")
+        if advice is None:
+            advice = (
+                f"the session is of {expected!r}, the store of {got!r}: make a session with vectors of {got!r}, "
+                f"or rank a store of {expected!r}"
+            )
+        super().__init__(f"{what}: expected embedding model {expected!r}, {named}; {advice}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._given
 
 
 class Added(NamedTuple):

@@ -538,8 +538,8 @@ class TestModelChanged:
         store, session = a_store(), a_session()
         report = WindowReport(0.5, ("s0",))
         cases = [
-            ({"embedding_model": "m2"}, report, "'m1', got 'm2'"),
-            ({}, report, "no embedding model was named"),
+            ({"embedding_model": "m2"}, report, "'m1', got 'm2'; the session is of 'm1': update it"),
+            ({}, report, "no embedding model was named; the session is of 'm1'"),
             ({}, WindowReport(0.5, ("s0",), embedding_model="m2"), "'m1', got 'm2'"),
             ({"embedding_model": "m1"}, WindowReport(0.5, ("s0",), embedding_model="m2"), "'m1', got 'm2'"),
             ({"embedding_model": ""}, report, "'m1', got ''"),
@@ -550,11 +550,11 @@ class TestModelChanged:
         other = Session(session.sub_queries, embedding_model="m2")
         with refused(EmbeddingModelMismatch, "'m2', got 'm1'", store, other):
             cdr_rank(E1, Retriever(store), other)
-        with pytest.raises(EmbeddingModelMismatch, match="'m1', got 'm2'"):
+        with pytest.raises(EmbeddingModelMismatch, match="'m1', got 'm2'; the token is of a session of 'm1'"):
             Session.from_token(session.token(), session.sub_queries, embedding_model="m2")
         with refused(ValueError, "another embedding model", session=session):
             session.merge([other])
-        with pytest.raises(EmbeddingModelMismatch, match="'m1', got 'm2'"):
+        with pytest.raises(EmbeddingModelMismatch, match="'m1', got 'm2'; the store is of 'm1'"):
             assess("One.", session.sub_queries, lambda t: [E1] * len(t), store=store, embedding_model="m2")
 
     def test_a_loaded_store_keeps_its_model(self, tmp_path):

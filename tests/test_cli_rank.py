@@ -63,7 +63,8 @@ def test_rank_refuses(store, tmp_path):
     assert "short.npy: expected dimension 384, got 3" in fails("rank", store, "--query", tmp_path / "short.npy")
     assert "expected an array '9:query'" in fails("rank", store, "--query", f"{QUERIES}:9:query")
     assert "no store here" in fails("rank", tmp_path, *query)
-    assert "--model: expected embedding model 'demo-model', got 'm'" in fails("rank", store, *query, "--model", "m")
+    other = fails("rank", store, *query, "--model", "m")
+    assert "--model: expected embedding model 'demo-model', got 'm'; the store is of 'demo-model'" in other
     assert "is a text: expected --embed MODEL" in fails("rank", store, "--query", "pods", code=2)
     for name in ("queries.np", "q.npx", "none/q.npz:"):
         assert f"{name}: no such file, expected Q.npy" in fails("rank", store, "--query", name)

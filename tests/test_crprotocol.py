@@ -609,7 +609,7 @@ def test_spec_refuses_what_would_silently_disable_the_formula():
         with pytest.raises(ValueError):  # noqa: PT011  # many messages; what counts is that nothing changed
             bad()
         assert state(made) == before
-    with pytest.raises(EmbeddingModelMismatch):
+    with pytest.raises(EmbeddingModelMismatch, match="what is covered so far is of"):
         made.update([], embedding_model_id="other")
     with pytest.raises(ValueError, match="semantics"):
         ours.CoverageSet(semantics="none")

@@ -17,7 +17,7 @@ def store(tmp_path):
 
 
 def test_bad_openings_say_what_is_wrong(store, tmp_path):
-    with pytest.raises(EmbeddingModelMismatch, match="expected embedding model 'toy', got 'other'"):
+    with pytest.raises(EmbeddingModelMismatch, match=r"'toy', got 'other'; the store in .* is of 'toy'"):
         DurableStore.open(store.path, embedding_model="other")
     with pytest.raises(ValueError, match="pass hash_key="):
         DurableStore.open(store.path, hash_key=7)

@@ -179,7 +179,7 @@ def test_the_multiplier_as_an_array_and_its_errors():
 def test_another_model_is_refused():
     store, _, query, _ = world()
     session = Session([SubQuery("a", "A", "a", np.ones(DIM))], embedding_model="m2")
-    with pytest.raises(EmbeddingModelMismatch, match="'m2', got 'm1'"):
+    with pytest.raises(EmbeddingModelMismatch, match="'m2', got 'm1'; the session is of 'm2', the store of 'm1'"):
         cdr_rank(query, Retriever(store), session)
 
 

@@ -793,7 +793,7 @@ def test_what_does_not_fit_is_refused_as_by_one_store(world, tmp_path):
             assert each.add(["bad"], ["x"], [[0.0] * DIM], on_invalid="skip").skipped == ("bad",)
         retriever = ShardedRetriever(sharded)
         other = Session(items, embedding_model="other")
-        with pytest.raises(EmbeddingModelMismatch):
+        with pytest.raises(EmbeddingModelMismatch, match=f"the session is of 'other', the store of '{MODEL}'"):
             cdr_rank(query, retriever, other)
         with pytest.raises(ValueError, match="fingerprint"):
             cdr_rank(query, retriever, spec(items, guard=NGramGuard(hash_key=b"x")))

@@ -302,8 +302,14 @@ class TestConstruction:
 
     def test_a_mismatch_is_a_value_error_that_names_both(self):
         assert issubclass(EmbeddingModelMismatch, ValueError)
-        assert str(EmbeddingModelMismatch("update", "m1", "m2")) == "update: expected embedding model 'm1', got 'm2'"
-        assert "no embedding model was named" in str(EmbeddingModelMismatch("update", "m1", None))
+        told = str(EmbeddingModelMismatch("store", "m1", "m2"))
+        assert told.startswith(
+            "store: expected embedding model 'm1', got 'm2'; the session is of 'm1', the store of 'm2':"
+        )
+        none = EmbeddingModelMismatch("update", "m1", None, "name it")
+        assert str(none) == "update: expected embedding model 'm1', no embedding model was named; name it"
+        again = pickle.loads(pickle.dumps(none))
+        assert (str(again), again.expected, again.got) == (str(none), "m1", None)
 
 
 def shouting(text):

@@ -168,7 +168,9 @@ class CoverageSet:
         all_sub_queries the residual loses what was addressed; "crprotocol-6" leaves it as it is then.
         """
         if self.embedding_model_id and embedding_model_id and embedding_model_id != self.embedding_model_id:
-            raise EmbeddingModelMismatch("embedding_model_id", self.embedding_model_id, embedding_model_id)
+            own = self.embedding_model_id
+            advice = f"what is covered so far is of {own!r}: cover with that model, or in a set of its own"
+            raise EmbeddingModelMismatch("embedding_model_id", own, embedding_model_id, advice)
         if self.semantics == CRPROTOCOL_6:
             for item in addressed_sub_queries:
                 if _has(vector := item.get("embedding")):

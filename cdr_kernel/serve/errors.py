@@ -136,13 +136,14 @@ def unavailable(code: str, message: str) -> Refusal:
 def of_library(error: Exception) -> Refusal | None:
     """What a ValueError, TypeError or KeyError of the library becomes; None for any other error."""
     if isinstance(error, EmbeddingModelMismatch):
-        return Refusal(409, "model_mismatch", str(error), field="embedding_model", **_worded(str(error), False))
+        expected, got = f"embedding model {error.expected!r}", None if error.got is None else repr(error.got)
+        return Refusal(409, "model_mismatch", str(error), field="embedding_model", expected=expected, got=got)
     if isinstance(error, KeyError):
         message = str(error.args[0]) if error.args else "not found"
         return _here(message, 404, "not_found") or Refusal(404, "not_found", message)
     if isinstance(error, ValueError | TypeError):
         message = str(error)
-        return _here(message, 422, "invalid") or Refusal(422, "invalid", message, **_worded(message, True))
+        return _here(message, 422, "invalid") or Refusal(422, "invalid", message, **_worded(message))
     return None
 
 
@@ -160,12 +161,12 @@ def _here(message: str, status: int, code: str) -> Refusal | None:
     return None
 
 
-def _worded(message: str, with_field: bool) -> dict[str, Any]:
+def _worded(message: str) -> dict[str, Any]:
     for pattern in _LIBRARY:
         found = pattern.match(message)
         if found is not None:
             parts = {"expected": None, "got": None, **found.groupdict()}
-            return {name: parts[name] for name in ("field", "expected", "got") if with_field or name != "field"}
+            return {name: parts[name] for name in ("field", "expected", "got")}
     return {}
 
 
