@@ -73,6 +73,16 @@ def serve(
         max_body = round(max_body_mb * 2**20)
     except (OverflowError, ValueError):  # infinite, or no number
         raise typer.BadParameter(f"expected a finite number, got {max_body_mb}", param_hint="--max-body-mb") from None
+    if device is not None:
+        from cdr_kernel.device import check_dtype, torch_device
+
+        option = "--device"
+        try:
+            torch_device(device)
+            option = "--device-dtype"
+            check_dtype(device_dtype)
+        except ValueError as error:
+            raise typer.BadParameter(str(error).partition(": ")[2], param_hint=option) from None
     settings = Settings(
         store=store,
         host=host,

@@ -31,6 +31,32 @@ _GRAPHS = 8
 _LARGEST_CODE = 127
 
 
+def torch_device(device: str | torch.device) -> torch.device:
+    """The device of a name such as "cuda", "cuda:1" or "cpu". ValueError for one that is not there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected one such as 'cuda', 'cuda:1' or 'cpu', got {str(device)!r}") from None
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device: torch {torch.__version__} finds no CUDA device here, got {str(device)!r}")
+        count = torch.cuda.device_count()
+        if found.index is not None and found.index >= count:
+            raise ValueError(f"device: expected one of cuda:0 to cuda:{count - 1}, got {str(device)!r}")
+    elif found.type != "cpu":
+        try:
+            torch.zeros(1, device=found).tolist()  # a kind that this torch knows of and cannot use
+        except Exception:  # each kind raises its own
+            raise ValueError(f"device: torch {torch.__version__} has no {found.type!r} here") from None
+    return found
+
+
+def check_dtype(dtype: str | None) -> None:
+    """ValueError for what `DeviceRows` does not hold rows in."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)} or None, got {dtype!r}")
+
+
 class DeviceRows:
     """The rows of one store on a device.
 
@@ -46,16 +72,10 @@ class DeviceRows:
     def __init__(
         self, device: str | torch.device = "cuda", *, dtype: str | None = None, memory: int | None = None
     ) -> None:
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)} or None, got {dtype!r}")
+        check_dtype(dtype)
         if memory is not None and memory < 0:
             raise ValueError(f"memory: expected a number of bytes or None, got {memory!r}")
-        try:
-            self.device = torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"device: {str(error).splitlines()[0]}") from None
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device: torch {torch.__version__} finds no CUDA device here, got {str(device)!r}")
+        self.device = torch_device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.memory = memory

@@ -159,6 +159,9 @@ def test_bad_arguments_say_what_was_expected():
         DeviceRows("cpu", dtype="float8")
     with pytest.raises(ValueError, match="memory: expected"):
         DeviceRows("cpu", memory=-1)
+    for kind in ("meta", "hip"):
+        with pytest.raises(ValueError, match=f"device: torch .* has no '{kind}' here"):
+            DeviceRows(kind)
     with pytest.raises(ValueError, match=r"device: .*nowhere"):
         DeviceRows("nowhere")
 
@@ -167,6 +170,12 @@ def test_bad_arguments_say_what_was_expected():
 def test_a_device_that_is_not_there():
     with pytest.raises(ValueError, match="finds no CUDA device here, got 'cuda:1'"):
         DeviceRows("cuda:1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_of_too_high_a_number_is_not_there():
+    with pytest.raises(ValueError, match=r"expected one of cuda:0 to cuda:.*, got 'cuda:99'"):
+        DeviceRows("cuda:99")
 
 
 def test_threads_share_one():

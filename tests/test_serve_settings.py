@@ -44,6 +44,8 @@ def test_elsewhere_needs_keys_or_a_word(host, tmp_path):
         ({"drain_s": float("inf")}, ValueError),
         ({"token_key": b"short"}, ValueError),
         ({"device_dtype": "float16"}, ValueError),
+        ({"device": "nonsense"}, ValueError),
+        ({"device": "meta"}, ValueError),
     ],
 )
 def test_bad_settings(setting, error):
@@ -56,6 +58,18 @@ def test_a_body_without_bounds_is_wrong_usage(given, tmp_path):
     result = invoke("serve", tmp_path, "--max-body-mb", given, code=2)
     told = " ".join(result.output.split())
     assert f"Invalid value for --max-body-mb: expected a finite number, got {float(given)}" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--device", "nonsense"), "for --device: expected one such as 'cuda', 'cuda:1' or 'cpu', got 'nonsense'"),
+        (("--device", "cpu", "--device-dtype", "int4"), "for --device-dtype: expected one of float16, bfloat16"),
+    ],
+)
+def test_a_device_that_is_not_there_is_wrong_usage_before_anything_listens(given, told, tmp_path, monkeypatch):
+    monkeypatch.setattr("cdr_kernel.serve.serve", lambda settings: pytest.fail("it listens"))
+    assert told in " ".join(invoke("serve", tmp_path, *given, code=2).output.replace("│", "").split())
 
 
 def test_a_time_without_end_is_told_as_one():

@@ -93,6 +93,11 @@ class Settings:
             raise ValueError(f"port: expected at most 65535, got {self.port}")
         if self.device_dtype is not None and self.device is None:
             raise ValueError(f"device_dtype: expected a device too, got {self.device_dtype!r} alone")
+        if self.device is not None:
+            from cdr_kernel.device import check_dtype, torch_device
+
+            torch_device(self.device)
+            check_dtype(self.device_dtype)
         if self.token_key is not None and len(self.token_key) < 32:
             raise ValueError(f"token_key: expected at least 32 bytes, got {len(self.token_key)}")
         if self.keys is None and not self.open_to_all and not is_loopback(self.host):
