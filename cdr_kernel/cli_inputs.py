@@ -31,19 +31,6 @@ def opened_store(path: Path) -> cdr_kernel.FactStore:
         raise FileError(f"{path}: expected a store, found one that cannot be read ({what})") from error
 
 
-def check_released(path: Path, fact_id: str) -> None:
-    """Raises KeyError saying so where a durable store has this fact in quarantine."""
-    if not (path / "facts.lance").is_dir():
-        return
-    from cdr_kernel.durable import DurableStore
-
-    with DurableStore.open(path) as store:
-        held = store.quarantined()
-    if fact_id in held:
-        why = f" ({held[fact_id]})" if held[fact_id] else ""
-        raise KeyError(f"fact_id: {fact_id!r} is quarantined{why}, in no ranking until `cdr store release`")
-
-
 def where_filter(
     pairs: Sequence[str] | None, missing: Sequence[str] | None, view: cdr_kernel.StoreView
 ) -> dict[str, list[Any]] | None:

@@ -10,7 +10,7 @@ import typer
 import cdr_kernel
 from cdr_kernel.attributes import Where
 from cdr_kernel.checks import counted
-from cdr_kernel.cli_inputs import check_model, check_released, opened_store, query_vector, query_vectors, where_filter
+from cdr_kernel.cli_inputs import check_model, opened_store, query_vector, query_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
     EmbedOption,
@@ -80,11 +80,7 @@ def rank(
     retriever, view = cdr_kernel.Retriever(opened, kind.value), opened.view().select(wanted)
     why = None
     if explain is not None:
-        try:
-            why = explain_vectors(vector, retriever, explain, max_facts=k, **question)
-        except KeyError:
-            check_released(store, explain)
-            raise
+        why = explain_vectors(vector, retriever, explain, max_facts=k, **question)
     rows = retriever.candidates(columns, view)
     scores = cdr_kernel.cdr_score(
         view.blocks,

@@ -21,7 +21,7 @@ from cdr_kernel.pack import count_tokens_default
 from cdr_kernel.rank import Multiplier, Ranks
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
-from cdr_kernel.store import Fact
+from cdr_kernel.store import Fact, FactStore
 from cdr_kernel.task import CoverageEntry, SubQuery
 from cdr_kernel.whatif import UNLIMITED, Change, Gate, Pull, Push, Question, Room, StoreChanged, WhatIf
 
@@ -187,7 +187,8 @@ def explain(
     updated, or ask a `session.snapshot()` of that moment. Over shards the explanation is that of one store with all the
     facts; ShardsMissing where one does not answer.
 
-    KeyError for a fact that is not in the store; raises what `cdr_rank` and `pack_facts` raise.
+    KeyError for a fact that is not in the store, one that says so for a fact that a durable store has in quarantine;
+    raises what `cdr_rank` and `pack_facts` raise.
     """
     if not isinstance(fact_id, str):
         raise TypeError(f"fact_id: expected a str, got {type(fact_id).__name__}")
@@ -201,6 +202,7 @@ def explain(
         asks = query, retriever, session.supposing(state), state
         with contextlib.suppress(StoreChanged):
             if isinstance(retriever, Retriever):
+                _check_released(retriever.store, fact_id)
                 question = Question(*asks, retriever.store.view(), fact_id, multiplier)
             else:
                 question = retriever.question(query, *asks[2:], fact_id, multiplier)
@@ -247,6 +249,15 @@ def explain_vectors(
     state = replace(session.state, coverage=tuple(entries), residual=residual_set)
     why = explain(query, retriever, session.supposing(state), fact_id, max_facts=max_facts)
     return why if subs["coverage"] or subs["residual"] else replace(why, pulls=())
+
+
+def _check_released(store: FactStore, fact_id: str) -> None:
+    held = store.held.get(fact_id)
+    if held is not None and fact_id not in store:
+        why = "" if held[1] is None else f" ({held[1]})"
+        raise KeyError(
+            f"fact_id: {fact_id!r} is quarantined{why}, in no ranking until it is released (`cdr store release`)"
+        )
 
 
 def _named(name: str, vector: Any) -> SubQuery:

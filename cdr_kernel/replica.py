@@ -36,6 +36,7 @@ class Replica:
         about = record.about
         self.folder = record.path.parent
         self.record = record
+        self._held: dict[str, tuple[int, str | None]] = {}
         self.facts = FactStore(
             record.dim,
             embedding_model=about["embedding_model"],
@@ -44,9 +45,25 @@ class Replica:
             hash_key=hash_key,
         )
         self.version = record.version
-        self.held: dict[str, tuple[int, str | None]] = {}
         self.next_sequence = 0
         self.alone = False  # whether the turn that is taken keeps other processes out
+
+    @property
+    def facts(self) -> FactStore:
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: FactStore) -> None:
+        self._facts = facts
+        facts.held = self._held
+
+    @property
+    def held(self) -> dict[str, tuple[int, str | None]]:
+        return self._held
+
+    @held.setter
+    def held(self, held: dict[str, tuple[int, str | None]]) -> None:
+        self._held = self._facts.held = held  # whoever has the facts alone can say why one is not among them
 
     def change(self, make: Callable[[], T]) -> T:
         """What `make` commits on top of the newest version, in a turn of its own; again where others were quicker."""

@@ -161,6 +161,8 @@ class FactStore:
         self._new: New = np.empty if scratch is None else new_in(Path(scratch))
         self.about: Mapping[str, Any] = {}
         """What its manifest says beside the facts, and `data`, the subfolder they are in."""
+        self.held: Mapping[str, tuple[int, str | None]] = {}
+        """Facts that a durable store has in quarantine, which are not here: their sequence numbers, and the reasons."""
         self._hasher = TokenHasher(tokenizer, hash_key)
         self._lock = threading.RLock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed

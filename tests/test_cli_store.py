@@ -202,7 +202,8 @@ def test_a_quarantined_fact_is_explained_as_one(files, tmp_path):
     answer("store", "quarantine", tmp_path / "d", "f3", "--reason", "wrong")
     answer("store", "quarantine", tmp_path / "d", "f4")
     question = ("rank", tmp_path / "d", "--query", files / "q.npy", "--min-relevance", "-1", "--explain")
-    assert "'f3' is quarantined (wrong), in no ranking until `cdr store release`" in error(*question, "f3")
+    told = "'f3' is quarantined (wrong), in no ranking until it is released (`cdr store release`)"
+    assert told in error(*question, "f3")
     assert "'f4' is quarantined, in no" in error(*question, "f4")
     assert "'nobody' is not in the store" in error(*question, "nobody")
     answer("store", "release", tmp_path / "d", "f3")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vectors
 
-from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, checksums, durable, replica, snapshot
+from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, checksums, durable, explain, replica, snapshot
 from cdr_kernel.durable import DurableStore
 
 FILES = ["embeddings.npy", "texts.utf8", "ids.utf8", "tokens.npy", "importance.npy", "attribute-0.npy", "sources.utf8"]
@@ -62,6 +62,33 @@ def test_a_rank_is_that_of_a_store_made_anew(store):
 
 def data(store):
     return next(path for path in (store.path / "snapshot").iterdir() if path.is_dir() and path.name[:4] == "data")
+
+
+def test_whoever_has_the_facts_alone_is_told_of_the_quarantine(store):
+    ids = [f"f{i}" for i in range(20)]
+    add(store, ids)
+    retriever = Retriever(store.facts)
+    session = Session([SubQuery("s", "S", "s", vectors(1, 8)[0])], embedding_model=MODEL, min_relevance=-1.0)
+    query = vectors(1, 9)[0]
+    store.quarantine(["f3"], "contradicts f4")
+    store.quarantine(["f5"])
+    store.snapshot()
+    again = Retriever(DurableStore.open(store.path).facts)  # from the snapshot
+    add(store, ["f20"], 3)
+    for each in (retriever, again, Retriever(DurableStore.open(store.path).facts)):
+        with pytest.raises(
+            KeyError, match=r"'f3' is quarantined \(contradicts f4\), in no ranking until it is released"
+        ):
+            explain(query, each, session, "f3")
+        with pytest.raises(KeyError, match="'f5' is quarantined, in no ranking"):
+            explain(query, each, session, "f5")
+        with pytest.raises(KeyError, match="'nobody' is not in the store"):
+            explain(query, each, session, "nobody")
+    store.release(["f3"])
+    store.remove(["f5"])
+    assert explain(query, retriever, session, "f3").status == "packed"
+    with pytest.raises(KeyError, match="'f5' is not in the store"):
+        explain(query, retriever, session, "f5")
 
 
 def test_an_open_maps_the_snapshot_and_reads_what_came_later(big):
