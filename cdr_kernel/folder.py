@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,8 @@ class Kind:
 
     what: its name in errors. file: the manifest's name. data: what the names of subfolders begin with. format,
     version: what the manifest must say; versions from `oldest` on are read too. fields: what else is in it, and of
-    which type; integers are 0 to 2^63 - 1.
+    which type; integers are 0 to 2^63 - 1. sealed: the version from which on the manifest has a checksum of what it
+    says; None for a kind whose manifests have none.
     """
 
     what: str
@@ -51,6 +53,7 @@ class Kind:
     version: int
     fields: Mapping[str, type]
     oldest: int | None = None
+    sealed: int | None = None
 
     def save(self, folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
         """Replace what is in the folder by what `write` puts into the empty subfolder it is given.
@@ -69,6 +72,8 @@ class Kind:
                 data.mkdir()
                 fields = write(data)
                 manifest = {**fields, "format": self.format, "format_version": self.version, "data": data.name}
+                if self.sealed is not None:
+                    manifest["checksum"] = _checksum(manifest)
                 sync_folder(data)
                 with synced(draft) as file:
                     file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
@@ -116,6 +121,10 @@ class Kind:
         if type(version) is not int or not oldest <= version <= self.version:
             reads = self.version if oldest == self.version else f"{oldest} to {self.version}"
             raise ValueError(f"{path}: format version {version!r}, this version reads {reads}")
+        if self.sealed is not None and (version >= self.sealed or "checksum" in found):
+            written = found.pop("checksum", None)
+            if written != _checksum(found):
+                raise ValueError(f"{path}: not as it was written (its checksum is {written!r}, not {_checksum(found)})")
         for name, kind in self.fields.items():
             value = found.get(name)
             counts = isinstance(value, int) and 0 <= value < 2**63
@@ -141,6 +150,11 @@ class Kind:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    """CRC-32 of what a manifest says, however its JSON is laid out."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def read_array(file: Path, dtype: Any, shape: tuple[int, ...], *, mapped: bool) -> npt.NDArray[Any]:

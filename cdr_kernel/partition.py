@@ -36,7 +36,9 @@ KIND = Kind(
     file="partition.json",
     data="shards-",
     format="cdr-partition",
-    version=1,
+    version=2,
+    oldest=1,
+    sealed=2,
     fields={
         "by": str,
         "dim": int,

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -880,6 +881,7 @@ def test_a_damaged_partition_is_refused(world, tmp_path):
         ShardedStore.open(tmp_path)
     partition(store, tmp_path / "p", shards=2)
     path = tmp_path / "p" / "partition.json"
+    as_first(path)
     good = path.read_text()
     for old, new in (
         ('"shards": {', '"shards": {}, "x": {'),
@@ -897,10 +899,38 @@ def test_a_damaged_partition_is_refused(world, tmp_path):
         partition(store, tmp_path / "file", shards=2)
 
 
-def flip(path, at=-1):
+def as_first(path, **changed):
+    """Have the manifest of a partition be one of the first version, which has no checksum of itself."""
+    found = {**json.loads(path.read_text()), "format_version": 1, **changed}
+    path.write_text(json.dumps({name: value for name, value in found.items() if name != "checksum"}))
+
+
+def flip(path, at=-1, bit=4):
     written = bytearray(path.read_bytes())
-    written[at] ^= 4
+    written[at] ^= bit
     path.write_bytes(written)
+
+
+def test_a_flipped_bit_of_the_manifest_gives_no_other_partition(world, tmp_path):
+    store, items, query = world
+    partition(store, tmp_path / "p", shards=2)
+    path = tmp_path / "p" / "partition.json"
+    good, told = path.read_bytes(), manifest_of(tmp_path / "p")
+    for at in range(len(good)):
+        for bit in (1, 2, 4, 16, 128):
+            flip(path, at, bit)
+            with suppress(ValueError):
+                assert manifest_of(tmp_path / "p") == told
+            path.write_bytes(good)
+    path.write_bytes(good.replace(b'"next_sequence": ', b'"next_sequence": 9'))
+    with pytest.raises(ValueError, match=r"partition\.json: not as it was written"):
+        ShardedStore.open(tmp_path / "p")
+    with pytest.raises(ValueError, match=r"partition\.json: not as it was written"):
+        partition(tmp_path / "p", tmp_path / "q", shards=3)
+    path.write_bytes(good)
+    as_first(path)
+    with ShardedStore.open(tmp_path / "p") as sharded:
+        same(cdr_rank(query, ShardedRetriever(sharded), spec(items)), cdr_rank(query, Retriever(store), spec(items)))
 
 
 def shard_folder(home, name="shard-1"):
@@ -1099,10 +1129,10 @@ def test_a_column_without_values_is_a_column(world, tmp_path):
                     cdr_rank(query, ShardedRetriever(sharded), calibrated(items), where=where),
                     replace(cdr_rank(query, Retriever(store), calibrated(items), where=where), store_version=0),
                 )
-    found = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**found, "attributes": {"year": "date"}}))
+    as_first(manifest, attributes={"year": "date"})
     with pytest.raises(ValueError, match="types of attributes"):
         ShardedStore.open(tmp_path / "again")
+    found = json.loads(manifest.read_text())
     del found["attributes"]  # as the first versions wrote it
     manifest.write_text(json.dumps(found))
     with ShardedStore.open(tmp_path / "again") as sharded:
