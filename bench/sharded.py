@@ -26,7 +26,7 @@ from bench.data import Clusters, grow, load_base, load_queries
 from bench.measure import Times, machine, once
 from cdr_kernel import _C, FactStore, Ranking, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts
 from cdr_kernel.calls import Slot
-from cdr_kernel.partition import facts_in, open_shard, partition
+from cdr_kernel.partition import facts_in, open_shard, partition, put
 from cdr_kernel.shard import ARRAYS, Request, Shard
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore, merged
 from cdr_kernel.terminal import print_json, say
@@ -278,7 +278,7 @@ def _head(home: Path, count: int) -> FactStore:
     """The first facts of the first shard."""
     whole, _ = open_shard(home, "shard-0")
     few = whole.empty()
-    few.add(**facts_in(whole.view(), np.arange(min(count, len(whole)))))
+    put(few, facts_in(whole.view(), np.arange(min(count, len(whole)))))
     return few
 
 

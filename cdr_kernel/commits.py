@@ -12,7 +12,8 @@ import numpy as np
 
 from cdr_kernel.checks import few
 from cdr_kernel.lance_record import LIVE, QUARANTINED
-from cdr_kernel.record_rows import EXPIRES, from_rows, restated, to_rows
+from cdr_kernel.moments import EXPIRES
+from cdr_kernel.record_rows import from_rows, restated, to_rows
 from cdr_kernel.replica import Replica
 from cdr_kernel.store import Added, Checked
 

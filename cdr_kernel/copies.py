@@ -14,7 +14,8 @@ import numpy as np
 from cdr_kernel import exchange
 from cdr_kernel.arrays import Int64
 from cdr_kernel.lance_record import LIVE, Record
-from cdr_kernel.record_rows import EXPIRES, check_text, to_rows
+from cdr_kernel.moments import EXPIRES, expiries_of, expiring
+from cdr_kernel.record_rows import check_text, to_rows
 from cdr_kernel.store import Checked, FactStore, StoreView
 
 Advance: TypeAlias = Callable[[int], object]
@@ -46,9 +47,7 @@ def exchanged_into(record: Record, empty: FactStore, found: exchange.Exchanged, 
             raise ValueError(f"{found.path}: sequence: expected ascending numbers")
         last = int(sequence[-1])
         names = ("id", "text", "embedding", "importance", "source", "position", "attributes")
-        checked = empty.check(*(batch[name] for name in names))
-        expiries = {EXPIRES: (int, batch["expires_at"])}
-        checked = checked._replace(attributes={**checked.attributes, **expiries})
+        checked = expiring(empty.check(*(batch[name] for name in names)), batch["expires_at"])
         held = [
             None if status == LIVE else (reason or "")
             for status, reason in zip(batch["status"], batch["reason"], strict=True)
@@ -89,10 +88,10 @@ def _end(record: Record, next_sequence: int) -> None:
 
 
 def of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
-    """Facts of another store, as this one takes them."""
+    """Facts of another store, as this one takes them, with when they expire."""
     facts = view.facts(rows)
     names = view.attribute_names
-    return store.check(
+    found = store.check(
         [fact.id for fact in facts],
         [fact.text for fact in facts],
         view.take(rows),
@@ -101,3 +100,4 @@ def of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
         [fact.position for fact in facts],
         {name: [fact.attributes.get(name) for fact in facts] for name in names},
     )
+    return expiring(found, expiries_of(view, rows))

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 
 from cdr_kernel import checksums, commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.arrays import Int64
-from cdr_kernel.attributes import Attributes, Value
+from cdr_kernel.attributes import Value
 from cdr_kernel.checks import check_strings
 from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.folder import turn
 from cdr_kernel.lance_record import Record
-from cdr_kernel.record_rows import EXPIRES, check_names, check_text, quarantined
+from cdr_kernel.record_rows import check_names, check_text, quarantined
 from cdr_kernel.replica import Replica
 from cdr_kernel.snapshot import Found
 from cdr_kernel.store import Added, Checked, EmbeddingModelMismatch, FactStore
@@ -339,8 +339,7 @@ class DurableStore:
         expiries = moments.microseconds(expires_at, len(ids))
         if any(moment is not None for moment in expiries):
             by_id = dict(zip(ids, expiries, strict=True))
-            columns: Attributes = {**found.attributes, EXPIRES: (int, [by_id[i] for i in found.ids])}
-            found = found._replace(attributes=columns)
+            found = moments.expiring(found, [by_id[i] for i in found.ids])
         check_text(found)
         with self._lock:
             added = self._change(lambda: commits.put(self._replica, found, replace=replace))
@@ -510,7 +509,7 @@ class DurableStore:
         self.facts.apply(None, removed=self._due_rows())
 
     def _due_rows(self) -> Int64:
-        return self.facts.view().rows_at_most(EXPIRES, moments.now())
+        return self.facts.view().rows_at_most(moments.EXPIRES, moments.now())
 
     def _check(self, found: Found) -> None:
         """Check every block of the snapshot that was mapped."""

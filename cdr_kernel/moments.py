@@ -1,4 +1,4 @@
-"""Moments in time, as durable stores keep them: microseconds since 1970."""
+"""Moments in time, as durable stores keep them: microseconds since 1970; and when facts expire."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 
+from cdr_kernel.arrays import Int64
+from cdr_kernel.store import Checked, StoreView
+
+EXPIRES = "_expires_at"
+"""The column of a store in memory that holds when a fact expires, which no filter sees."""
 _LATEST = 253402300799  # seconds: the end of the year 9999
 
 
@@ -40,3 +45,16 @@ def microseconds(moments: Sequence[datetime | float | None] | None, m: int) -> l
     if len(listed) != m:
         raise ValueError(f"expires_at: expected {m} entries (one per id), got {len(listed)}")
     return [None if each is None else microsecond(each, f"expires_at[{i}]") for i, each in enumerate(listed)]
+
+
+def expiring(found: Checked, expiries: Sequence[int | None]) -> Checked:
+    """The facts with when each expires, microseconds since 1970 or None for never."""
+    if all(moment is None for moment in expiries):
+        return found
+    return found._replace(attributes={**found.attributes, EXPIRES: (int, list(expiries))})
+
+
+def expiries_of(view: StoreView, rows: Int64) -> list[int | None]:
+    """When the facts in these rows expire, as `expiring` takes it."""
+    column = view._storage.attributes.get(EXPIRES)
+    return [None] * len(rows) if column is None else column.values(rows)

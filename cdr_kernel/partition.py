@@ -26,6 +26,7 @@ from cdr_kernel import checksums
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import KINDS
 from cdr_kernel.folder import LOCK, Kind
+from cdr_kernel.moments import EXPIRES, expiries_of, expiring
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.store import FactStore, StoreView
@@ -95,7 +96,8 @@ def keys_of(ids: Sequence[str], sources: Sequence[str | None], by: str) -> list[
 
 
 def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
-    """The facts in these rows as keywords of ``FactStore.add``, with their sequence numbers."""
+    """The facts in these rows as `put` takes them: keywords of ``FactStore.add`` with their sequence numbers, and when
+    they expire."""
     facts = view.facts(rows.tolist())
     names = sorted({name for fact in facts for name in fact.attributes})
     return {
@@ -107,7 +109,19 @@ def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
         "position": [fact.position for fact in facts],
         "attributes": {name: [fact.attributes.get(name) for fact in facts] for name in names},
         "sequence": view.sequence[rows],
+        "expires_at": expiries_of(view, rows),
     }
+
+
+def put(store: FactStore, facts: Mapping[str, Any]) -> None:
+    """Add facts as `facts_in` gives them. Raises what ``FactStore.add`` raises."""
+    keywords = {name: value for name, value in facts.items() if name != "expires_at"}
+    expires = facts.get("expires_at", ())
+    if all(moment is None for moment in expires):
+        store.add(**keywords)
+        return
+    found = store.check(**keywords)
+    store.apply(expiring(found, expires), found.sequence)
 
 
 def placed(view: StoreView, names: Sequence[str], by: str) -> Iterator[tuple[Int64, Int64]]:
@@ -159,7 +173,7 @@ def parts_of(
         for start in range(0, len(order), CHUNK):
             some = order[start : start + CHUNK]
             here = [(j, every[some[home[some] == j]]) for j in np.unique(home[some]).tolist()]
-            part.add(**joined([facts_in(views[j], rows) for j, rows in here]))
+            put(part, joined([facts_in(views[j], rows) for j, rows in here]))
         yield name, part
 
 
@@ -193,6 +207,7 @@ def partition(
     store: ``facts`` of a durable one too, or another partition, for fewer shards or another `by`. by: "source" keeps
     all facts of one source in one shard, which `source_weight` of the calibrated mode needs; "id" spreads them evenly.
     tokenizer, hash_key: of what was saved, as in ``FactStore.load``. One new shard at a time is in memory. What is in
+    Facts that expire (see `durable`) do so in shards too, where ``ShardedStore.expire`` is called. What is in
     `home` is replaced as ``FactStore.save`` does it: whoever opens it finds the old shards or the new ones. Raises
     ValueError and TypeError for bad arguments, and what ``FactStore.load`` and `open_shard` raise.
     """
@@ -219,6 +234,7 @@ def partition(
         version=version,
         kinds=kinds,
         next_sequence=following,
+        expires=any(EXPIRES in view._storage.attributes for view in views),
     )
     home_of(home).save(fields, lambda to: {name: to[name](part) for name, part in parts_of(views, like, names, by)})
 
@@ -270,8 +286,10 @@ def manifest_fields(
     version: int,
     kinds: Mapping[str, type],
     next_sequence: int,
+    expires: bool,
 ) -> dict[str, Any]:
-    """What a partition says of itself. versions: of the shards by name; kinds: types of the further columns."""
+    """What a partition says of itself. versions: of the shards by name; kinds: types of the further columns; expires:
+    whether any fact may."""
     return {
         "by": by,
         "dim": like.dim,
@@ -282,6 +300,7 @@ def manifest_fields(
         "store_version": version,
         "shards": dict(versions),
         "attributes": {name: kind.__name__ for name, kind in kinds.items()},
+        "expires": expires,
     }
 
 

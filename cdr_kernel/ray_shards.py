@@ -24,7 +24,7 @@ from cdr_kernel.calls import Limits, Replica
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard
-from cdr_kernel.sharded_store import ShardedStore, devices_of
+from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, devices_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -183,6 +183,8 @@ def open_on_ray(
     free = ray.available_resources()
     store = ShardedStore.of_manifest(place, manifest, start, tokenizer=tokenizer, hash_key=hash_key, limits=limits)
     _warn_of_waiting(started, free, min(timeout, _MOST_WAIT))
+    with contextlib.suppress(ShardsMissing):  # whoever ranks is told
+        store.expire()
     return store
 
 

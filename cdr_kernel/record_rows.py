@@ -16,9 +16,6 @@ from cdr_kernel.arrays import Int64
 from cdr_kernel.lance_record import COLUMNS, LIVE, QUARANTINED, Record
 from cdr_kernel.store import Checked, FactStore
 
-EXPIRES = "_expires_at"
-"""The column of the store in memory that holds when a fact expires: microseconds since 1970."""
-
 
 def to_rows(
     schema: Any,
@@ -47,7 +44,7 @@ def to_rows(
         "position": [None if position < 0 else position for position in found.positions.tolist()],
         "importance": found.importance,
         "added_at": pa.array([moments.now()] * m if added_at is None else added_at, pa.int64()).cast(stamp),
-        "expires_at": pa.array(found.attributes.get(EXPIRES, (int, nothing))[1], pa.int64()).cast(stamp),
+        "expires_at": pa.array(found.attributes.get(moments.EXPIRES, (int, nothing))[1], pa.int64()).cast(stamp),
         "status": [LIVE if reason is None else QUARANTINED for reason in held],
         "reason": [reason or None for reason in held],
         "embedding": pa.FixedSizeListArray.from_arrays(values, embedding.list_size),
@@ -78,9 +75,7 @@ def from_rows(table: Any, facts: FactStore, record: Record) -> tuple[Checked, In
         table["position"].to_pylist(),
         {name: table[name].to_pylist() for name in names},
     )
-    expiries = table["expires_at"].cast("int64").to_pylist()
-    if any(moment is not None for moment in expiries):
-        found = found._replace(attributes={**found.attributes, EXPIRES: (int, expiries)})
+    found = moments.expiring(found, table["expires_at"].cast("int64").to_pylist())
     return found, table["sequence"].to_numpy()
 
 

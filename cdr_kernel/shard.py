@@ -36,8 +36,9 @@ from cdr_kernel.evidence import (
 )
 from cdr_kernel.kept import CACHE_BYTES
 from cdr_kernel.lexical import SparseSums, WordCounts
+from cdr_kernel.moments import EXPIRES
 from cdr_kernel.ngram import NGramGuard
-from cdr_kernel.partition import Write, facts_in, placed
+from cdr_kernel.partition import Write, facts_in, placed, put
 from cdr_kernel.rank import Question, Ranking, multipliers
 from cdr_kernel.retrieve import retriever_on
 from cdr_kernel.session import Session
@@ -51,7 +52,7 @@ SESSIONS_KEPT = 1024
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One change of one shard: facts that go, facts that come (keywords of ``FactStore.add``), or a compaction."""
+    """One change of one shard: facts that go, facts that come (as `partition.put` takes them), or a compaction."""
 
     remove: tuple[str, ...] = ()
     facts: Mapping[str, Any] | None = None
@@ -236,7 +237,7 @@ class Shard:
         if change.remove:
             self.store.remove(change.remove)
         if change.facts is not None:
-            self.store.add(**change.facts)
+            put(self.store, change.facts)
         if change.compact:
             self.store.compact()
         versions = self._versions
@@ -258,6 +259,10 @@ class Shard:
     def ids(self, view: StoreView) -> tuple[Int64, list[str]]:
         """Sequence numbers and ids of all facts."""
         return view.sequence[view.alive], view.ids
+
+    def due(self, view: StoreView, moment: int) -> list[str]:
+        """Ids of the facts that expire at this moment, microseconds since 1970, or before."""
+        return [view.id_of(row) for row in view.rows_at_most(EXPIRES, moment).tolist()]
 
     def kinds(self, view: StoreView) -> dict[str, type]:
         """Types of the further columns by name."""

@@ -35,6 +35,7 @@ from cdr_kernel.constants import FEEDBACK_FACTS
 from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
+from cdr_kernel.partition import put
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, check_named
 from cdr_kernel.score import best_first
 from cdr_kernel.session import Session
@@ -330,7 +331,7 @@ class ShardedRetriever:
         fact, there = self.store.empty(), ""
         for name, part in parts.items():
             if part["ids"]:
-                fact.add(**part)
+                put(fact, part)
                 there = name
         return _Elsewhere(query, self, session, state, fact.view(), fact_id, multiplier, snapshot, there)
 

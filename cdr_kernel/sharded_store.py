@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
+from cdr_kernel import moments
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
@@ -120,6 +123,7 @@ class ShardedStore:
         version: int = 0,
         facts: int | None = None,
         kinds: Mapping[str, type] | None = None,
+        expires: bool = False,
         limits: Limits | None = None,
         pool: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -132,6 +136,7 @@ class ShardedStore:
         self._pool = pool
         self._lock = threading.RLock()
         self._next_sequence = next_sequence
+        self._expires = expires  # whether any fact may
         self._kinds = kinds  # of further columns; None: to be asked of the shards when first needed
         groups = tuple(Group(name, start(name), v, keep=home is not None) for name, v in versions.items())
         self._snapshot = Snapshot(version, 0, groups, tuple(group.version for group in groups))
@@ -175,6 +180,7 @@ class ShardedStore:
             version=view.version,
             facts=len(view),
             kinds=view.attribute_types,
+            expires=moments.EXPIRES in view._storage.attributes,
             limits=limits,
             pool=pool,
         )
@@ -213,7 +219,7 @@ class ShardedStore:
         def start(name: str) -> list[Replica]:
             return [ThreadReplica(lambda: opened(name), pool) for _ in range(replicas)]
 
-        return cls.of_manifest(
+        store = cls.of_manifest(
             home,
             manifest,
             start,
@@ -222,6 +228,9 @@ class ShardedStore:
             limits=Limits(timeout, hedge_after, max_in_flight),
             pool=pool,
         )
+        with contextlib.suppress(ShardsMissing):  # whoever ranks is told
+            store.expire()
+        return store
 
     @classmethod
     def of_manifest(
@@ -246,6 +255,7 @@ class ShardedStore:
             version=manifest["store_version"],
             facts=manifest["facts"],
             kinds=kinds_in(manifest),
+            expires=bool(manifest.get("expires")),
             limits=limits,
             pool=pool,
         )
@@ -431,6 +441,23 @@ class ShardedStore:
                 self._commit(changes, -len(present))
         return len(present)
 
+    def expire(self, now: datetime | float | None = None) -> int:
+        """Remove the facts whose time is past, as ``DurableStore.expire``; returns how many.
+
+        now: a datetime with a time zone or seconds since 1970; the present for None. An open does it once; call it
+        again every so often where facts of a durable store expire. Raises ShardsMissing where a shard cannot be asked.
+        """
+        moment = moments.now() if now is None else moments.microsecond(now, "now")
+        if not self._expires:
+            return 0
+        with self._lock:
+            due = dict(zip(self.shards, self._ask("due", (moment,)), strict=True))
+            changes = {name: Change(tuple(ids)) for name, ids in due.items() if ids}
+            count = sum(map(len, due.values()))
+            if changes:
+                self._commit(changes, -count)
+        return count
+
     def compact(self) -> int:
         """As ``FactStore.compact``."""
         with self._lock:
@@ -471,6 +498,7 @@ class ShardedStore:
                 version=now.version,
                 next_sequence=self._next_sequence,
                 kinds=self.attribute_types,
+                expires=self._expires,
             )
             place.save(fields, write)
             if place == self.home:

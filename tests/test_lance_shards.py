@@ -13,7 +13,7 @@ pytest.importorskip("lance", reason="needs the extra store")
 
 from test_sharded import DIM, MODEL, calibrated, facts, flip, items_of, same, spec, written
 
-from cdr_kernel import FactStore, Retriever, cdr_rank
+from cdr_kernel import FactStore, Retriever, cdr_rank, moments
 from cdr_kernel.durable import DurableStore
 from cdr_kernel.lance_shards import LanceHome
 from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, partition
@@ -175,3 +175,20 @@ def test_addresses_are_checked():
     with pytest.raises(TypeError, match="cache"):
         LanceHome("s3://bucket/facts", cache=None)
     assert LanceHome("s3://bucket/facts/", cache="/c").address == "s3://bucket/facts"
+
+
+def test_what_expires_does_so_in_shards(tmp_path, home, monkeypatch):
+    r, start = np.random.default_rng(5), moments.now()
+    with DurableStore.create(tmp_path / "facts", DIM, embedding_model=MODEL) as store:
+        store.add(**facts(r, 40), expires_at=[None, start / 1e6 + 3600] * 20)
+        partition(store.facts, home, shards=2)
+        ids = store.facts.ids
+        with DurableStore.from_facts(store.facts, tmp_path / "copy") as copy:
+            assert copy.expire(start / 1e6 + 3601) == 20
+    with ShardedStore.open(home) as sharded:
+        assert sharded.ids == ids
+        sharded.save()
+    shutil.rmtree(home.cache)
+    monkeypatch.setattr(moments, "now", lambda: start + 3601 * 10**6)
+    with ShardedStore.open(home) as sharded:
+        assert sharded.ids == ids[::2]

@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from cdr_kernel import (
     calls,
     cdr_rank,
     explain,
+    moments,
     pack_facts,
     rank_many,
     run_windows,
@@ -1149,3 +1151,47 @@ def test_the_statistics_of_a_few_filters_are_kept(world):
         cdr_rank(query, retriever, calibrated(items), k=5, where=np.arange(80) > 8)
         assert sharded.counts.requests - asked == 3  # the ranking alone
         assert len(sharded.snapshot().cache["calibrations"]) == 5
+
+
+HOUR = 3600 * 10**6
+
+
+def test_what_expires_does_so_in_shards(tmp_path, monkeypatch):
+    r, start = np.random.default_rng(5), moments.now()
+    store = FactStore(DIM, embedding_model=MODEL)
+    hours = r.choice([None, 1, 2], 60).tolist()
+    expiries = [None if hour is None else start + hour * HOUR for hour in hours]
+    store.apply(moments.expiring(store.check(**facts(r, 60)), expiries))
+    store.add(**facts(r, 9, 100))  # never
+    items, query = items_of(r), r.standard_normal(DIM) + 0.5
+
+    def check(sharded, hour, version):
+        """Ranks as the one store with what has expired by then removed."""
+        whole = FactStore(DIM, embedding_model=MODEL)
+        whole.adopt(store)
+        whole.remove([id for id, at in zip(store.ids, hours, strict=False) if at is not None and at <= hour])
+        assert sharded.ids == whole.ids
+        for session in (spec(items), calibrated(items, source_weight=0.4)):
+            truth = replace(cdr_rank(query, Retriever(whole), session), store_version=version)
+            same(cdr_rank(query, ShardedRetriever(sharded), session), truth)
+        return len(store) - len(whole)
+
+    partition(store, tmp_path / "p", shards=3)
+    partition(tmp_path / "p", tmp_path / "q", shards=2)
+    with ShardedStore.open(tmp_path / "q", replicas=2) as sharded, ShardedStore.split(store, shards=2) as own:
+        assert sharded.expire() == own.expire() == 0
+        sharded.add_shards(2)
+        for each in (sharded, own):
+            version = each.version
+            gone = each.expire((start + HOUR) / 1e6)
+            assert gone == check(each, 1, version + 1) == hours.count(1)
+            assert each.expire((start + HOUR) / 1e6) == 0
+        with pytest.raises(ValueError, match="now: expected a time with its zone"):
+            sharded.expire(datetime(2030, 1, 1))
+        sharded.save(tmp_path / "later")
+    monkeypatch.setattr(moments, "now", lambda: start + 2 * HOUR)
+    for home in ("p", "later"):
+        with ShardedStore.open(tmp_path / home) as late:
+            check(late, 2, late.version)
+            assert not late.attribute_types.keys() - {"language", "year"}
+            assert explain(query, ShardedRetriever(late), spec(items), "f100").fact.id == "f100"
