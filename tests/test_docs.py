@@ -89,6 +89,18 @@ def test_links_between_pages_lead_somewhere():
                 assert anchor in anchors(to), f"{page.name}: {target}"
 
 
+def test_what_actors_cost_is_one_number():
+    """Of one run, wherever it is quoted."""
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    page = (DOCS / "sharding.md").read_text(encoding="utf-8")
+    (said,) = re.findall(
+        r"([\d.]+) ms a query at the median between two Ray actors .*? at (\w+); ([\d.]+ ms against [\d.]+)", readme
+    )
+    (row,) = re.findall(r"^\| two Ray actors beyond .*: ([\d.]+ ms against [\d.]+) \| ([\d.]+) ms \|$", page, re.M)
+    assert (said[0], said[2]) == row[::-1]
+    assert f"the last row at {said[1]};" in page
+
+
 def test_the_api_names_everything_public():
     named = {name.rsplit(".", 1)[-1] for name in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), re.M)}
     assert set(cdr_kernel.__all__) - {"__version__"} <= named
