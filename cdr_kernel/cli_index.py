@@ -203,15 +203,27 @@ def _make_durable(facts: cdr_kernel.FactStore, output: Path, codes: bool) -> Non
 
 def _save_with(store: cdr_kernel.FactStore, output: Path, beside: Mapping[str, bytes]) -> None:
     """Save a store, and files beside it by their names. They are on the disk before the store is put in place, and are
-    only renamed afterwards: where something cannot be written all is as it was."""
+    only renamed afterwards: where something cannot be written all is as it was.
+
+    Those of the store before go out of the way before it does, the last one first. Whoever looks when this process has
+    died in between may miss some of the last files, but finds none beside a store that it is not of.
+    """
     drafts: dict[Path, Path] = {}
+    before: dict[Path, Path] = {}
 
     def write(_: Path) -> dict[str, Any]:
         for name, content in beside.items():
             drafts[output / name] = write_draft(output / name, content)
+        for path in reversed(drafts):
+            if path.exists():
+                aside = path.with_name(f"{drafts[path].name}-before")
+                os.replace(path, aside)
+                before[path] = aside
+        sync_folder(output)
         return {}
 
-    made = not output.exists()
+    made, manifest = not output.exists(), output / "manifest.json"
+    there = manifest.read_bytes() if manifest.exists() else None
     try:
         store.save(output, about=write)
         for path, draft in drafts.items():
@@ -220,10 +232,16 @@ def _save_with(store: cdr_kernel.FactStore, output: Path, beside: Mapping[str, b
     except BaseException:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)
+        if (manifest.read_bytes() if manifest.exists() else None) == there:
+            for path, aside in before.items():
+                os.replace(aside, path)
         if output.exists():
             with turn(output):
                 leave(output, made)
         raise
+    finally:
+        for aside in before.values():
+            aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -328,6 +328,38 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, before):
         assert asked.files == []
 
 
+def test_whoever_dies_between_the_files_of_a_store_leaves_none_beside_another_store(docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    out, replace, seen = tmp_path / "store", os.replace, []
+
+    def ingested():
+        return CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"]).exit_code
+
+    def files():
+        """What readers find: the ids of the store, and the files beside it."""
+        there = {name: out / name for name in ("facts.jsonl", "tasks.json", "queries.npz")}
+        return FactStore.load(out).ids, {name: path.read_bytes() for name, path in there.items() if path.exists()}
+
+    def looked(source, target):
+        replace(source, target)
+        seen.append(files())
+
+    assert ingested() == 0
+    old = files()
+    (docs / "more.md").write_text(a_page("More", ["g", "h", "i", "j"]))
+    monkeypatch.setattr(os, "replace", looked)
+    assert ingested() == 0
+    new = files()
+    assert new[0] != old[0]
+    assert all(new[1][name] != old[1][name] for name in old[1])
+    assert seen[-1] == new
+    assert {len(beside) for _, beside in seen} == {0, 1, 2, 3}
+    for ids, beside in seen:
+        own = old if ids == old[0] else new
+        assert ids == own[0]
+        assert list(beside.items()) == list(own[1].items())[: len(beside)]  # the last ones are missing first
+
+
 def test_ingest_names_documents_without_facts(docs, tmp_path, monkeypatch):
     monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
     (docs / "open.md").write_text("```\nnever closed\n\n" + a_page("Lost", ["a", "b"]))
