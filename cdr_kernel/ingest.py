@@ -34,6 +34,7 @@ _heading = re.compile(r"^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*(?:\{#[^}]*\})?[
 _underline = re.compile(r"^ {0,3}(=+|-+)[ \t]*$")
 _fence = re.compile(r"^[ \t>]*(`{3,}(?=[^`]*$)|~{3,})")  # text after backticks that has another one is inline code
 _fence_end = re.compile(r"^[ \t>]*(`{3,}|~{3,})[ \t]*$")
+_quote = re.compile(r"(?:[ \t]*>)*")
 _item = re.compile(r"^[ \t>]*(?:[-*+]|\d{1,9}[.)])[ \t]+")
 _rule = re.compile(r"^[ \t|:*_=-]{3,}$")
 _definition = re.compile(r"^ {0,3}\[([^\]]+)\]:\s+\S+.*$", re.MULTILINE)
@@ -41,7 +42,10 @@ _shortcode_text = re.compile(r"\{\{[<%][^{}]*?\btext=\"([^\"]*)\"[^{}]*?[>%]\}\}
 _shortcode_heading = re.compile(r"\{\{%\s*heading\s+\"([^\"]*)\"\s*%\}\}")
 _shortcode_or_code = re.compile(  # whichever comes first: what stands in code is neither comment nor shortcode
     r"\\[\\`<{]"
-    r"|^[ \t>]*(?P<fence>`{3,}(?=[^`\n]*$)|~{3,})[^\n]*(?:\n.*?^[ \t>]*(?P=fence)[`~]*[ \t]*$|.*\Z)"
+    # One in a block quote ends with it, closed or not.
+    r"|^[ \t]*>[ \t>]*(?P<quoted>`{3,}(?=[^`\n]*$)|~{3,})[^\n]*"
+    r"(?:\n(?![ \t>]*(?P=quoted)[`~]*[ \t]*$)[ \t]*>[^\n]*)*(?:\n[ \t]*>[ \t>]*(?P=quoted)[`~]*[ \t]*$)?"
+    r"|^[ \t]*(?P<fence>`{3,}(?=[^`\n]*$)|~{3,})[^\n]*(?:\n.*?^[ \t>]*(?P=fence)[`~]*[ \t]*$|.*\Z)"
     r"|(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)(?P=ticks)(?!`)"
     r"|(?P<comment><!--.*?-->)"
     r"|(?P<shortcode>\{\{[<%].*?[>%]\}\})",
@@ -187,7 +191,7 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
     """(0, a paragraph or list item) and (level, a heading), in order, without markup."""
     text = _shortcode_or_code.sub(_without_shortcode, text)
     targets = {normalizeReference(label): {"href": "", "title": ""} for label in _definition.findall(text)}
-    fence = ""
+    fence, depth = "", 0  # of the fence that is open: its marks, and how many quotes it is in
     block: list[str] = []
 
     def done() -> Iterator[tuple[int, str]]:
@@ -197,6 +201,8 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
             yield 0, plain
 
     for line in text.splitlines():
+        if fence and _quotes(line) < depth:
+            fence = ""  # with the quote, though nothing closes it
         if fence:
             closed = _fence_end.match(line)
             if closed and closed[1].startswith(fence):
@@ -205,7 +211,7 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
         opened = _fence.match(line)
         if opened:
             yield from done()
-            fence = opened[1]
+            fence, depth = opened[1], _quotes(line)
             continue
         heading = _heading.match(line)
         underline = _underline.match(line)
@@ -227,6 +233,12 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
                 line = _item.sub("", line)
             block.append(line.lstrip(" \t>"))
     yield from done()
+
+
+def _quotes(line: str) -> int:
+    """How many block quotes a line is in."""
+    found = _quote.match(line)
+    return found[0].count(">") if found else 0
 
 
 def _without_shortcode(found: re.Match[str]) -> str:

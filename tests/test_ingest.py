@@ -119,6 +119,12 @@ def test_long_paragraphs_are_cut_between_sentences_and_short_ones_joined():
         ("one\n\n~~~ a ` b\ncode\n~~~\n\ntwo", "one two"),
         ("one\n\n````\n```\ncode\n````\n\ntwo", "one two"),
         ("one\n\n```\ncode to the end\n\nof the file", "one"),
+        ("one\n\n> quoted\n> ```\n> code\n>\n> > code\n\ntwo\n\nthree", "one quoted two three"),
+        ("one\n\n> ~~~ yaml\n> code\ntwo <!-- no -->\n\n> three", "one two three"),
+        ("one\n\n> ```\n> <!-- code\n\ntwo --> three", "one two --> three"),
+        ("one\n\n> > ```\n> > code\n> two\n\nthree", "one two three"),
+        ("one\n\n> ```\n> code\n> ```\n> two {{< note >}}\n\nthree", "one two three"),
+        ("one\n\n> ```\n> code\n\n```\ncode\n```\n\ntwo", "one two"),
     ],
 )
 def test_fences_are_those_of_commonmark(text, facts):
