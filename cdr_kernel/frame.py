@@ -20,7 +20,7 @@ MOST_ROWS = 50
 """Facts that a ranking shows of itself; `Ranking.to_arrow` has them all."""
 
 _TEXT = 80  # characters of a text in a plain table
-_NUMBERS = (
+BREAKDOWN = (
     "score",
     "score_without_guard",
     "relevance",
@@ -28,10 +28,11 @@ _NUMBERS = (
     "residual_pull",
     "novelty",
     "ngram_overlap",
-    "ngram_penalty",
     "importance",
     "multiplier",
 )
+"""The fields of a `Ranking` that have a number per fact in every mode, in their order there."""
+_NUMBERS = (*BREAKDOWN[:-2], "ngram_penalty", *BREAKDOWN[-2:])
 _SHOWN = ("score", "relevance", "coverage", "residual_pull", "novelty", "ngram_penalty", "importance")
 
 

@@ -10,24 +10,13 @@ import numpy as np
 
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.files import Task
+from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.pack import count_tokens_default
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.tokens import tokenize
 from cdr_kernel.window import Window
 
 RUN_SCHEMA = 1
-
-_BREAKDOWN = (
-    "score",
-    "score_without_guard",
-    "relevance",
-    "coverage",
-    "residual_pull",
-    "novelty",
-    "ngram_overlap",
-    "importance",
-    "multiplier",
-)
 
 
 class RunRecord:
@@ -61,7 +50,7 @@ class RunRecord:
                 "source": fact.source,
                 "tokens": count_tokens_default(fact.text),
                 "fresh": fact.id not in self._packed,
-                **{name: getattr(ranking, name)[i].item() for name in _BREAKDOWN},
+                **{name: getattr(ranking, name)[i].item() for name in BREAKDOWN},
                 "place": places[i],
             }
             for i, fact in enumerate(envelope.facts)

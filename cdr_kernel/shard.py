@@ -34,6 +34,7 @@ from cdr_kernel.evidence import (
     unit_rows,
     word_sums,
 )
+from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.kept import CACHE_BYTES
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.moments import EXPIRES
@@ -117,18 +118,7 @@ class Ask:
     evidence: Evidence | None = None
 
 
-ARRAYS = (
-    "score",
-    "score_without_guard",
-    "relevance",
-    "coverage",
-    "residual_pull",
-    "novelty",
-    "ngram_overlap",
-    "importance",
-    "multiplier",
-    "by_sub_query",
-)
+ARRAYS = (*BREAKDOWN, "by_sub_query")
 """Fields of a ranking that come back, one entry per fact."""
 
 

@@ -23,7 +23,7 @@ from cdr_kernel import moments
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
-from cdr_kernel.checks import counted
+from cdr_kernel.checks import check_strings, counted, few
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import (
     CHUNK,
@@ -344,11 +344,11 @@ class ShardedStore:
 
     def get(self, ids: Iterable[str]) -> list[Fact]:
         """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
-        wanted = _names(ids)
+        wanted = check_strings(ids, "ids")
         found = {fact.id: fact for part in self._ask("get", (tuple(wanted),)) for fact in part}
         missing = [i for i in wanted if i not in found]
         if missing:
-            raise KeyError(f"ids: {_few(missing)} not in the store")
+            raise KeyError(f"ids: {few(missing)} not in the store")
         return [found[i] for i in wanted]
 
     def add(self, ids: Sequence[str], texts: Sequence[str], embeddings: Any, **keywords: Any) -> Added:
@@ -371,7 +371,7 @@ class ShardedStore:
             present = self._find(names)
             if present and not replace:
                 raise ValueError(
-                    f"ids: {_few([i for i in names if i in present])} in the store already (upsert replaces)"
+                    f"ids: {few([i for i in names if i in present])} in the store already (upsert replaces)"
                 )
             if not names:
                 return added
@@ -426,12 +426,12 @@ class ShardedStore:
         """As ``FactStore.remove``."""
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
-        wanted = list(dict.fromkeys(_names(ids)))
+        wanted = list(dict.fromkeys(check_strings(ids, "ids")))
         with self._lock:
             present = self._find(wanted)
             absent = [i for i in wanted if i not in present]
             if absent and missing == "raise":
-                raise KeyError(f"ids: {_few(absent)} not in the store")
+                raise KeyError(f"ids: {few(absent)} not in the store")
             changes: dict[str, Change] = {}
             for group in self._snapshot.groups:
                 gone = tuple(id for id in wanted if present.get(id) == group.name)
@@ -630,16 +630,6 @@ def _threads(shards: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(2, min(shards, os.cpu_count() or 1)), thread_name_prefix="cdr-shard")
 
 
-def _names(ids: Iterable[str]) -> list[str]:
-    if isinstance(ids, str | bytes):
-        raise TypeError(f"ids: expected a sequence of str, got one {type(ids).__name__}")
-    out = list(ids)
-    for i, id in enumerate(out):
-        if not isinstance(id, str):
-            raise TypeError(f"ids: expected str, got {type(id).__name__} at {i}")
-    return out
-
-
 def devices_of(device: str | Mapping[str, str] | None, names: Iterable[str]) -> Callable[[str], str | None]:
     """What tells the device of a shard, None where it scans. Raises KeyError for a name that no shard has."""
     if not isinstance(device, Mapping):
@@ -647,7 +637,3 @@ def devices_of(device: str | Mapping[str, str] | None, names: Iterable[str]) -> 
     if unknown := sorted(device.keys() - set(names)):
         raise KeyError(f"device: expected names of shards ({', '.join(names)}), got {', '.join(unknown)}")
     return device.get
-
-
-def _few(ids: Sequence[str]) -> str:
-    return ", ".join(repr(i) for i in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import html
 import io
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank
-from cdr_kernel.frame import MOST_ROWS, Table, plain
+from cdr_kernel import FactStore, Ranking, Retriever, Session, SubQuery, cdr_rank
+from cdr_kernel.frame import BREAKDOWN, MOST_ROWS, Table, plain
 
 
 def ranking(n=4, mode="spec", texts=None):
@@ -42,6 +42,11 @@ def test_arrow_and_pandas_have_the_numbers_of_the_ranking():
     assert isinstance(frame, pandas.DataFrame)
     assert frame["score"].to_numpy().tobytes() == made.score.tobytes()
     assert list(frame["id"]) == made.ids
+
+
+def test_the_breakdown_is_every_array_that_a_ranking_always_has():
+    arrays = [field.name for field in fields(Ranking) if field.type in ("Float64", "npt.NDArray[np.int32]")]
+    assert list(BREAKDOWN) == arrays
 
 
 def test_the_calibrated_mode_adds_a_column_of_lists():

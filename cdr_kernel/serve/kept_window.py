@@ -11,21 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
 from cdr_kernel.store import Fact
 from cdr_kernel.task import Feedback
 
-_FLOATS = (
-    "score",
-    "score_without_guard",
-    "relevance",
-    "coverage",
-    "residual_pull",
-    "novelty",
-    "importance",
-    "multiplier",
-)
+_FLOATS = tuple(name for name in BREAKDOWN if name != "ngram_overlap")
 
 
 class KeptWindow(msgspec.Struct, frozen=True):
