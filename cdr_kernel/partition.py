@@ -206,7 +206,7 @@ def partition(
 
     store: ``facts`` of a durable one too, or another partition, for fewer shards or another `by`. by: "source" keeps
     all facts of one source in one shard, which `source_weight` of the calibrated mode needs; "id" spreads them evenly.
-    tokenizer, hash_key: of what was saved, as in ``FactStore.load``. One new shard at a time is in memory. What is in
+    tokenizer, hash_key: of what was saved, as in ``FactStore.load``. One new shard at a time is in memory.
     Facts that expire (see `durable`) do so in shards too, where ``ShardedStore.expire`` is called. What is in
     `home` is replaced as ``FactStore.save`` does it: whoever opens it finds the old shards or the new ones. Raises
     ValueError and TypeError for bad arguments, and what ``FactStore.load`` and `open_shard` raise.
