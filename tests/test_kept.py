@@ -189,13 +189,16 @@ def test_many_first_windows_rank_as_one_by_one(strength, k):
     store.remove([f"many{i}" for i in range(0, n, 9)])
     retriever = Retriever(store)
     retriever.prepare()
-    multiplier = r.choice([0.0, 0.5, 2.0], len(store))
     asked = [world(5, seed=i, min_relevance=(0.0, 0.3, 0.6, -1.0)[i % 4], guard=False)[1:3] for i in range(12)]
-    for factors in (None, multiplier):
+    for by_multiplier in (False, True):
         sessions, queries = [s for s, _ in asked], [q for _, q in asked]
-        batch = rank_many(queries, retriever, sessions, k=k, multiplier=factors)
-        for query, session, ranking in zip(queries, sessions, batch, strict=True):
-            same(ranking, cdr_rank(query, Retriever(store), session, k=k, multiplier=factors))
+        factors = r.choice([0.0, 0.5, 2.0], len(store)) if by_multiplier else None
+        for best in (3, 0):  # what was kept is ranked again without the best of it
+            batch = rank_many(queries, retriever, sessions, k=k, multiplier=factors)
+            for query, session, ranking in zip(queries, sessions, batch, strict=True):
+                same(ranking, cdr_rank(query, Retriever(store), session, k=k, multiplier=factors))
+            store.remove({id for ranking in batch for id in ranking.ids[:best]})
+            factors = None if factors is None else r.choice([0.0, 0.5, 2.0], len(store))
         asked = [world(5, seed=20 + i, min_relevance=0.2, guard=False)[1:3] for i in range(9)]
 
 

@@ -788,13 +788,13 @@ struct Coded {
 
 void scan_says_what_may_be_best() {
   Random random(23);
-  for (const std::int64_t n : {0, 1, 40, 700}) {
+  for (const std::int64_t n : {0, 1, 40, 300, 700}) {
     std::vector<std::int64_t> rows;
     std::vector<float> low, high;
     std::vector<double> exact, importance(static_cast<std::size_t>(3 * n)), multiplier(importance.size());
     std::vector<std::uint8_t> alive(importance.size());
     for (std::size_t i = 0; i < importance.size(); ++i) {
-      importance[i] = random.unit() < 0.1 ? 0.0 : random.unit();
+      importance[i] = n == 300 ? 1.0 : random.unit() < 0.1 ? 0.0 : random.unit();  // once all the same
       multiplier[i] = random.unit();
       alive[i] = random.unit() < 0.8;
     }
