@@ -61,9 +61,11 @@ std::vector<Likely> likely(const std::vector<Bounded>& all, std::int64_t rows, c
     for (std::int64_t i = 0; !all_live && i < found.n; ++i) out[s].living -= !alive[found.rows[i]];
     if (k == 0) return;
     std::vector<double> best;  // the k largest lower bounds, the smallest first
-    // A relevance below this is too little for any strength; with room for the rounding.
+    // A relevance below this is too little for any strength; with room for the rounding of scores that are no smaller
+    // than the least normal number. Below it many relevances round to the same score.
     const auto least = [&] {
-      const double relevance = best.size() < static_cast<std::size_t>(k) ? 0.0 : best.front() / most * (1.0 - 1e-6);
+      if (best.size() < static_cast<std::size_t>(k) || best.front() < std::numeric_limits<double>::min()) return -2.0f;
+      const double relevance = best.front() / most * (1.0 - 1e-6);
       return relevance > 1e-30 ? static_cast<float>(relevance) : -2.0f;
     };
     for_bounds(found.low, found.n, least, [&](std::int64_t i) {

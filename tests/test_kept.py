@@ -202,6 +202,23 @@ def test_many_first_windows_rank_as_one_by_one(strength, k):
         asked = [world(5, seed=20 + i, min_relevance=0.2, guard=False)[1:3] for i in range(9)]
 
 
+def test_many_first_windows_whose_scores_are_hardly_above_zero():
+    r = np.random.default_rng(41)
+    n, dim = 600, 12
+    facts = r.standard_normal((n, dim)) + np.ones(dim)
+    store = FactStore(dim, embedding_model="m1")
+    store.add([f"f{i}" for i in range(n)], [""] * n, facts, importance=np.full(n, 1e-322))
+    retriever = Retriever(store)
+    retriever.prepare()
+    queries = [np.ones(dim) + 0.3 * r.standard_normal(dim) for _ in range(12)]
+    subs = [SubQuery("a", "A", "", r.standard_normal(dim))]
+    for k in (1, 7, 90):
+        sessions = [Session(subs, embedding_model="m1", min_relevance=0.1, guard=False) for _ in queries]
+        batch = rank_many(queries, retriever, sessions, k=k)  # of many relevances and few scores
+        for query, session, ranking in zip(queries, sessions, batch, strict=True):
+            same(ranking, cdr_rank(query, Retriever(store), session, k=k))
+
+
 def test_a_batch_is_checked_before_anything_is_ranked():
     store, session, query, _ = world(50)
     retriever = Retriever(store)
