@@ -14,6 +14,7 @@ namespace scan {
 
 constexpr double kUlp = 2.220446049250313e-16;  // 2^-52
 constexpr double kAbove = 1.0 + 1e-12;          // stored numbers are this much too large, for roundings to come
+constexpr double kLeast = std::numeric_limits<double>::denorm_min();  // as kUlp, below the least normal number
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr float kLargest = 1e30f;               // a rho beyond this bounds nothing
 // How many rows ahead to prefetch: enough to hide the memory, few enough not to wait for what was asked for.

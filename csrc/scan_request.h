@@ -39,7 +39,8 @@ struct Request {
       const std::int64_t j = wanted[i];
       const double scale = std::fabs(columns.scale[j]);
       const double gate = (columns.gate[j] - columns.shift[j]) / scale;
-      const double off = 16.0 * kUlp * (std::fabs(columns.gate[j]) + std::fabs(columns.shift[j])) / scale + 16.0 * kUlp;
+      const double size = std::fabs(columns.gate[j]) + std::fabs(columns.shift[j]);
+      const double off = (16.0 * kUlp * size + 4.0 * kLeast) / scale + 16.0 * kUlp;
       gates.push_back({std::move(probes[i]), gate - off, gate + off});
     }
     tells = wanted.size() == 1 && wanted[0] == 0 && !flip[0];

@@ -313,7 +313,7 @@ def test_no_gate_every_gate_and_none():
     assert index.candidates_each([], view) == []
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e-20, 1e20, 1e300, -1e300])
+@pytest.mark.parametrize("scale", [5e-324, -1e-323, 1e-300, 1e-20, 1e20, 1e300, -1e300])
 def test_settings_far_out(scale):
     r = np.random.default_rng(4)
     view = make_store(r.standard_normal((400, 20))).view()
@@ -325,7 +325,8 @@ def test_settings_far_out(scale):
                 v[0], coverage, v[2:], [scale, 1.0, 1.0], [shift, 0.0, 0.0], [1.0, 1.0, 1.0],
                 [shift + scale * cosine, np.inf, np.inf],
             )  # fmt: skip
-            assert np.array_equal(index.candidates(columns, view), exact(view, columns))
+            for found in index.candidates_each([columns], view) + index.candidates_each([columns] * 4, view):
+                assert np.array_equal(found, exact(view, columns))
             check_top(index, view, columns, None, 7, ())
 
 
