@@ -15,7 +15,7 @@
 namespace cdr {
 namespace scan {
 
-// Queries from which threshold() screens them together.
+// Gates, of all columns, from which threshold() screens them together.
 constexpr std::size_t kTogether = 4;
 // Rows in a block, and in a tile: one bit each in 32.
 constexpr std::int64_t kBlockMany = 1024, kTile = 32, kTiles = kBlockMany / kTile;
