@@ -1,10 +1,7 @@
 #include "scan_many.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-
-#include "pool.h"
 
 namespace cdr {
 namespace scan {
