@@ -461,6 +461,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     if arguments.folder and not arguments.mapped:
         parser.error("--folder: only --mapped writes to a folder")
+    if arguments.folder and not Path(arguments.folder).is_dir():
+        parser.error(f"--folder: expected a folder that exists, got {arguments.folder}")
     if not arguments.mapped:
         measure(arguments, None)
         return
@@ -530,6 +532,10 @@ def measure(arguments: argparse.Namespace, folder: Path | None) -> None:
         shape = f"{arguments.facts} x {arguments.dim}, gate {arguments.gate}, k {work.k}, from {work.base}"
         where = "" if folder is None else "mapped"
         measured = [("read_pass", Times((read_ms,)), where), *((name, times, where) for name, times in rows.items())]
+        measured += [
+            (name.replace("_ms", ""), Times((ms,)), f"{BATCH} first windows, milliseconds a session")
+            for name, ms in batch.items()
+        ]
         measured += [(peer.what, peer.times, peer.note) for peer in others if peer.times is not None]
         keep(
             "scan",

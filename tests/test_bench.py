@@ -144,6 +144,23 @@ def test_scan():
             assert result["notes"][peer].startswith("not installed")
 
 
+def test_a_scan_keeps_every_measurement(monkeypatch, capsys):
+    from bench import scan
+
+    kept = []
+    monkeypatch.setattr(scan, "keep", lambda name, rows: kept.append((name, list(rows))))
+    scan.main([*SCAN[1:], "--dim", "8", "--no-peers", "--keep"])
+    result = json.loads(capsys.readouterr().out)
+    ((name, rows),) = kept
+    assert name == "scan"
+    p50 = {row["what"]: row["p50_ms"] for row in rows}
+    for what in ("read_pass", "scan", "rank", "window2", "per_session_batch64", "per_session_one_by_one"):
+        key = next(
+            key for key in (f"{what}_ms_p50", f"{what}_ms", what.replace("session", "session_ms")) if key in result
+        )
+        assert p50[what] == pytest.approx(result[key], abs=1e-3)
+
+
 def test_scan_of_a_mapped_store(tmp_path):
     run = bench(*SCAN, "--dtype", "float16", "--words", "9", "--mapped", "--folder", str(tmp_path))
     assert run.returncode == 0, run.stderr
@@ -163,6 +180,9 @@ def test_only_a_mapped_scan_takes_a_folder(tmp_path):
     run = bench(*SCAN, "--folder", str(tmp_path))
     assert run.returncode == 2
     assert "--folder: only --mapped" in run.stderr
+    run = bench(*SCAN, "--mapped", "--folder", str(tmp_path / "none"))
+    assert run.returncode == 2
+    assert f"--folder: expected a folder that exists, got {tmp_path / 'none'}" in run.stderr
 
 
 def test_store():
