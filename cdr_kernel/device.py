@@ -46,8 +46,9 @@ def torch_device(device: str | torch.device) -> torch.device:
     elif found.type != "cpu":
         try:
             torch.zeros(1, device=found).tolist()  # a kind that this torch knows of and cannot use
-        except Exception:  # each kind raises its own
-            raise ValueError(f"device: torch {torch.__version__} has no {found.type!r} here") from None
+        except Exception as error:  # each kind raises its own, and one may be there and out of memory
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"device: torch {torch.__version__} cannot use {str(device)!r} here ({why})") from error
     return found
 
 
