@@ -413,7 +413,7 @@ class NGramGuard:
         grams: frozenset[NGram] = frozenset()
         first = len(windows)
         for window in reversed(windows):
-            more, more_grams = np.union1d(hashes, window.hashes), grams | (window.grams or frozenset())
+            more, more_grams = _distinct(np.concatenate([hashes, window.hashes])), grams | (window.grams or frozenset())
             if (len(more_grams) if self._exact else len(more)) > (self._max or 0):
                 break
             hashes, grams, first = more, more_grams, first - 1
@@ -432,14 +432,14 @@ class NGramGuard:
         if self._max is not None and len(hashes) > self._max:
             newest, first = np.unique(hashes[::-1], return_index=True)
             return _Window(np.sort(newest[np.argsort(first)[: self._max]]), None, None)
-        return _Window(np.unique(hashes), None, None)
+        return _Window(_distinct(hashes), None, None)
 
     def _window_of(self, tokens: Sequence[str]) -> _Window:
         written = tuple(tokens)
         grams = _grams(written, self._n)
         last = list(dict.fromkeys(reversed(grams)))[: self._max]
         hashes = self._hashes_of(last) if last else np.zeros(0, np.uint64)
-        return _Window(np.unique(hashes), written, frozenset(last))
+        return _Window(_distinct(hashes), written, frozenset(last))
 
     def _ngrams(self, blocks: tuple[TokenBlock, ...]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
         compiled = self._impl == "cpp"
@@ -577,10 +577,18 @@ def _generation(state: _Blacklist) -> Generation:
     return Generation(state.layers[-1] if state.layers else None)
 
 
+def _distinct(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each hash once, ascending. By sorting, since the hash table of `np.unique` has a public hash function."""
+    ascending = np.sort(hashes)
+    new = np.ones(len(ascending), np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
+    return ascending[new]
+
+
 def _merged(layers: Sequence[_Layer], empty: _Set) -> _Layer:
     if len(layers) == 1:
         return layers[0]
-    hashes = reduce(lambda all_, layer: all_.union(layer.hashes.values()), layers, empty)
+    hashes = empty.union(np.concatenate([layer.hashes.values() for layer in layers]))
     if layers[0].grams is None:
         return _Layer(hashes, None)
     return _Layer(hashes, frozenset().union(*(layer.grams or () for layer in layers)))

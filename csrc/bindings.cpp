@@ -367,6 +367,7 @@ void bind_ngram(py::module_& m) {
       py::arg("blocks"), py::arg("n"),
       "Hashes of the n-grams of each row of tokens, in order, repeats kept: (offsets int64 [R + 1], uint64 [H]).");
 
+  ng::process_key();  // now: a child that is forked while another thread draws it would wait for ever
   py::class_<ng::HashSet>(m, "HashSet",
                           "An immutable set of 64-bit hashes; union() makes a new one, so readers need no lock.")
       .def(py::init<>())

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <random>
 #include <stdexcept>
 #include <string>
 
@@ -264,6 +265,20 @@ void ngrams(const TokenRows& rows, int n, const std::int64_t* offsets, std::uint
       roll(rows.at(static_cast<std::int64_t>(i)), n, [&](std::uint64_t hash) { *at++ = hash; });
     }
   });
+}
+
+Key process_key() {
+  static const Key key = [] {
+    std::random_device source;
+    const auto word = [&source] { return std::uint64_t{source()} << 32 | source(); };
+    const std::uint64_t first = word();
+    return Key{first, word()};
+  }();
+  return key;
+}
+
+std::size_t HashSet::home(std::uint64_t value) const {
+  return static_cast<std::size_t>(SipHash(key_).finish(value, 0) >> shift_);  // one word, and every time: no length
 }
 
 bool HashSet::find(std::uint64_t value) const {

@@ -77,9 +77,16 @@ void ngram_offsets(const TokenRows& rows, int n, std::int64_t* offsets);
 // Hashes of the n-grams of each row, in order, repeats kept.
 void ngrams(const TokenRows& rows, int n, const std::int64_t* offsets, std::uint64_t* out);
 
+// A key that this process has drawn at random, once.
+Key process_key();
+
 // A set of 64-bit hashes: open addressing, at most half full, behind a bitmap that says "no" to nearly all others.
+// Where a value stands is a keyed hash of it: who knows the values but not the key cannot have many stand in one run.
+// No answer depends on the key.
 class HashSet {
  public:
+  explicit HashSet(Key key = process_key()) : key_(key) {}
+
   void insert(const std::uint64_t* values, std::size_t count);
   bool contains(std::uint64_t value) const {
     if (slots_.empty()) return zero_ && value == 0;
@@ -94,14 +101,12 @@ class HashSet {
   std::vector<std::uint64_t> values() const;
 
  private:
-  // Multiplied, because the values of a caller need not be spread over their high bits.
-  std::size_t home(std::uint64_t value) const {
-    return static_cast<std::size_t>((value * 0x9E3779B97F4A7C15u) >> shift_);
-  }
+  std::size_t home(std::uint64_t value) const;
   bool find(std::uint64_t value) const;
   void place(std::uint64_t value);
   void grow(std::size_t slots);
 
+  Key key_;
   std::vector<std::uint64_t> slots_;   // 0 is an empty slot; size is a power of two or 0
   std::vector<std::uint64_t> filter_;  // bit value >> filter_shift_ is set for each value, 8 bits for each slot
   std::size_t used_ = 0;

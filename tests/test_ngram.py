@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import IMPLS, SECRET, Whitespace, some_texts, texts
+from timing import seconds
 
 from cdr_kernel import _C, ngram, reference, repetition, token_hashes
 from cdr_kernel.ngram import NGramGuard, _HashSetPython
@@ -167,6 +170,59 @@ def test_hash_set_grows_and_keeps_older_versions() -> None:
     assert second.contains(values).all()
     assert not second.contains(values + np.uint64(1)).any()
     assert first.contains(values).sum() == 7
+
+
+MULTIPLIER = 0x9E3779B97F4A7C15  # of hash tables whose homes everybody can compute; the base of the n-grams too
+
+
+def test_hashes_with_one_home_under_a_public_key_cost_no_more_than_others() -> None:
+    n = 40_000
+    inverse = pow(MULTIPLIER, -1, 2**64)
+    crafted = np.array([inverse * (2**63 + i) % 2**64 for i in range(n)], np.uint64)
+    random = np.random.default_rng(1).integers(0, 2**64, n, np.uint64)
+    for values in (crafted, np.sort(crafted), np.arange(1, n + 1, dtype=np.uint64), crafted << np.uint64(20)):
+        filled, usual = _C.HashSet().union(values), _C.HashSet().union(random)
+        assert seconds(_C.HashSet().union, values) < 20 * seconds(_C.HashSet().union, random)
+        assert seconds(filled.contains, values) < 20 * seconds(usual.contains, random)
+        assert np.array_equal(filled.values(), np.unique(values))
+
+
+def crafted_text(tokens: int, homes: int = 4096) -> str:
+    """An output whose n-grams have nearly one home under a public multiplier: each token is the best of a pool."""
+    pool = np.array([_sip_hash(f"w{i}".encode(), PROJECT_KEY) % 2**56 for i in range(homes)], np.uint64)
+    base, leaves = np.uint64(MULTIPLIER), np.uint64(pow(MULTIPLIER, 6, 2**64))
+    chosen: list[int] = [0] * 6
+    state = np.uint64(int(pool[0]) * sum(pow(MULTIPLIER, i, 2**64) for i in range(1, 7)) % 2**64)
+    with np.errstate(over="ignore"):
+        for _ in range(tokens):
+            states = (state + (pool - pool[chosen[-6]] * leaves)) * base
+            chosen.append(int(np.argmin(states * np.uint64(MULTIPLIER))))
+            state = states[chosen[-1]]
+    return " ".join(f"w{i}" for i in chosen)
+
+
+def test_a_crafted_output_costs_no_more_than_another_of_its_length(impl: str) -> None:
+    crafted = crafted_text(12_000)
+    random_words = random.Random(2)
+    usual = " ".join(f"w{random_words.randrange(4096)}" for _ in range(12_006))
+
+    def window(output: str) -> None:
+        guard = NGramGuard(impl=impl)
+        guard.update(output)
+        guard.overlap([output])
+
+    assert seconds(window, crafted) < 8 * seconds(window, usual)
+
+
+def test_answers_do_not_depend_on_the_key_of_the_process() -> None:
+    script = (
+        "from cdr_kernel import NGramGuard\n"
+        "guard = NGramGuard()\n"
+        "guard.update('every pod gets its own address and every service gets a stable one')\n"
+        "print(guard.hashes.tolist(), guard.overlap(['every pod gets its own address and more']).tolist())"
+    )
+    said = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}
+    assert len(said) == 1
 
 
 def test_order_of_updates_does_not_matter(impl: str) -> None:

@@ -555,6 +555,13 @@ void ngram_sets_hold_what_was_put_in() {
       }
     }
     CHECK(set.values() == std::vector<std::uint64_t>(truth.begin(), truth.end()));
+    for (const ng::Key key : {ng::Key{0, 0}, ng::Key{random.next(), random.next()}}) {
+      ng::HashSet other(key);
+      const std::vector<std::uint64_t> values = set.values();
+      other.insert(values.data(), values.size());
+      CHECK(other.values() == values && other.size() == set.size());
+      for (const std::uint64_t value : values) CHECK(other.contains(value));
+    }
   }
   ng::HashSet zero;
   const std::uint64_t nothing = 0;
