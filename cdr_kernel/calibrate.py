@@ -12,7 +12,6 @@ coordinate by 2^-42 at most, a fact's cosine to a unit vector by √D 2^-42, and
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from cdr_kernel.arrays import Float64, Int64, as_vectors
 from cdr_kernel.constants import NO_DEVIATION
+from cdr_kernel.forks import Lock
 from cdr_kernel.store import Bool, StoreView
 
 _BLOCK = 2048  # rows whose products, at most 2^42 each, float64 sums exactly
@@ -144,7 +144,7 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._sums: Sums | None = None
         self._counted: tuple[int, Bool] = (-1, np.zeros(0, np.bool_))  # layout and rows that the sums are of
         self._made: tuple[Bool, Calibration] | None = None

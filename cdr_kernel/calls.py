@@ -6,7 +6,6 @@ comes back is checked before it is believed.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from cdr_kernel.forks import Lock, in_child
 from cdr_kernel.partition import ShardDamaged
 from cdr_kernel.shard import Change, Reply, Request
 
@@ -66,9 +66,14 @@ class Slot:
     def __init__(self, replica: Replica, version: int) -> None:
         self.replica = replica
         self.version = version
-        self.in_flight = 0
+        self._all_answered()
         self.known: OrderedDict[Any, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = Lock()
+        in_child(self._all_answered)
+
+    def _all_answered(self) -> None:
+        """Count no request; a forked child waits for none of its parent's."""
+        self.in_flight = 0
 
     def take_turn(self, limit: float) -> bool:
         """Count one request more if that leaves no more than `limit` of them; `submit` is to follow."""
@@ -116,7 +121,7 @@ class Group:
         self.name = name
         self.slots = [Slot(replica, version) for replica in replicas]
         self.keep = keep
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._base = version
         self._changes: list[Change] = []
 

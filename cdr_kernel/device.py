@@ -7,7 +7,6 @@ later = rows.at(store.view()).narrow(scores_of_all.rows)        # the next windo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, scale_rows, take_rows
 from cdr_kernel.bounds import Factors32, Packed, Pass, Rows, Source, scaled32
+from cdr_kernel.forks import Lock
 from cdr_kernel.store import StoreView
 
 DTYPES = ("float16", "bfloat16", "float32", "int8")
@@ -81,7 +81,7 @@ class DeviceRows:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.memory = memory
         self._asked = dtype
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._blocks: list[_Block] = []
         self._rows = 0
         self._storage: object = None  # what the rows are copies of; another one after compaction
@@ -415,7 +415,7 @@ class _Graphs:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._known: dict[Any, tuple[Packed, torch.Tensor | None, Any, Any]] = {}
 
     def bounds(

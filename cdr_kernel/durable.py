@@ -27,6 +27,7 @@ from cdr_kernel.checks import check_strings
 from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.folder import turn
+from cdr_kernel.forks import Lock
 from cdr_kernel.lance_record import Record
 from cdr_kernel.record_rows import check_names, check_text, quarantined
 from cdr_kernel.replica import Replica
@@ -57,10 +58,10 @@ class DurableStore:
     def __init__(self, path: Path, record: Record, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
         """For ``create`` and ``open``."""
         self.path = path
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._tokenizer, self._hash_key = tokenizer, hash_key
         self._replica = Replica(record, tokenizer, hash_key)
-        self._closed = threading.Event()
+        self._closed = False
         self._checking: threading.Thread | None = None
         self._damage: str | None = None
         self._snapshot_version: int | None = None
@@ -247,7 +248,7 @@ class DurableStore:
 
     def close(self) -> None:
         """End what runs in the background. ``facts`` can still be ranked; changes raise ValueError."""
-        self._closed.set()
+        self._closed = True
         self.verify()  # which ends soon now
 
     def quarantined(self) -> dict[str, str | None]:
@@ -448,7 +449,7 @@ class DurableStore:
     # Within
 
     def _check_open(self) -> None:
-        if self._closed.is_set():
+        if self._closed:
             raise ValueError(f"{self.path}: the store was closed")
 
     def _change(self, make: Callable[[], T]) -> T:
@@ -529,7 +530,7 @@ class DurableStore:
             found.close()
 
     def _stop_when_closed(self, _: int) -> None:
-        if self._closed.is_set():
+        if self._closed:
             raise _Closed
 
     def _put_right(self, damage: str) -> None:

@@ -9,11 +9,9 @@ what is returned is computed by the exact routine as ever.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from cdr_kernel import _C
 from cdr_kernel.arrays import Float32, Float64, Int64
 from cdr_kernel.columns import RESIDUAL, Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
+from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.ngram import Generation, NGramGuard
 from cdr_kernel.store import StoreView
 
@@ -125,7 +124,11 @@ class RowCache:
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self.limit = limit
-        self._lock = threading.Lock()
+        self._lock = Lock(self.clear)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
         self._kept: weakref.WeakKeyDictionary[Any, KeptRows] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._clock = 0
@@ -239,7 +242,11 @@ class TaskCache:
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self.limit = limit
-        self._lock = threading.Lock()
+        self._lock = Lock(self.clear)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
         self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._total = 0
 

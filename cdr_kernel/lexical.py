@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
+from cdr_kernel.forks import Lock
 from cdr_kernel.store import StoreView
 
 _UNIT = 1074  # the least float64 is 2^-1074
@@ -112,7 +112,7 @@ class LexicalIndex:
     """BM25 postings of one store's texts, brought up to date by every question. Safe to share among threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._indexed = _Indexed(-1, {}, (), np.zeros(0, np.int64))
 
     def _upto(self, view: StoreView) -> _Indexed:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from cdr_kernel import _C
 from cdr_kernel.constants import NGRAM_SIZE
+from cdr_kernel.forks import Lock
 from cdr_kernel.token_hashes import (
     PROJECT_KEY,
     TOKEN_BYTES,
@@ -234,7 +234,7 @@ class NGramGuard:
             max_ngrams = operator.index(max_ngrams)
         self._exact = exact
         self._max = max_ngrams
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._state = self._empty()
 
     def _empty(self) -> _Blacklist:
@@ -543,7 +543,7 @@ class NGramGuard:
     def copy(self) -> NGramGuard:
         """An independent guard with the same n-grams. Takes no time: blacklists are shared until updated."""
         guard = object.__new__(type(self))
-        guard.__dict__.update(self.__dict__, _lock=threading.Lock())
+        guard.__dict__.update(self.__dict__, _lock=Lock())
         return guard
 
     def merge(self, other: NGramGuard) -> None:

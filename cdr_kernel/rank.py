@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +17,7 @@ from cdr_kernel.checks import counted, few
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
+from cdr_kernel.forks import cached_property
 from cdr_kernel.kept import KeptRows
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cdr_kernel.calls import Limits, Replica
+from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard
@@ -59,7 +59,7 @@ class ShardActor:
         self._ranks: dict[str, Any] = {"device": device, "device_dtype": device_dtype}
         self._where = home, name
         self._how: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key, "verify": verify}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._shard: Shard | None = None
         with contextlib.suppress(ShardDamaged):  # whoever asks is told
             self._shard = self._open()
@@ -85,7 +85,7 @@ class RayReplica:
     def __init__(self, make: Callable[[], Any]) -> None:
         errors = ray_module().exceptions
         self._make = make
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.actor = make()
         self._lost = (errors.RayActorError, errors.RaySystemError, errors.ObjectLostError)
         self._died = errors.ActorDiedError

@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.device_index import DeviceIndex
+from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
@@ -110,11 +110,14 @@ class Retriever:
         self.lexical = LexicalIndex()
         self._evidence = TaskCache(cache_bytes)
         self._cache = RowCache(cache_bytes)
-        self._lock = threading.Lock()
+        self._lock = Lock(self._forget_index)
         self._device = _device_index(device_rows) if kind == "device" else None
         self._codes: ScanIndex | None = None
         self._look = True
         self._coding: threading.Thread | None = None
+        self._forget_index()
+
+    def _forget_index(self) -> None:
         self._index: Any = None
         self._indexed: tuple[int, int] = (-1, 0)  # layout and rows that the index holds
 

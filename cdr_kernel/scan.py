@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from cdr_kernel.arrays import Float32, Float64, Int64, as_array
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.folder import Kind, read_array, synced
+from cdr_kernel.forks import Lock
 from cdr_kernel.store import StoreView
 
 FORMAT = "cdr-scan-index"
@@ -94,7 +94,7 @@ class ScanIndex:
         self.layout = view.layout
         self._matrix, self._mean, self._weight = matrix, mean, weight
         self._rotation = _C.Rotation(matrix, mean, weight)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._state = _State(self._rotation, (), 0.0, _fingerprint(view, 0))
 
     @classmethod

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +44,7 @@ from cdr_kernel.constants import (
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
 )
+from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
 from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import MOST_WORDS, Calibrated, CoverageEntry, Exit, Feedback, SessionState, SubQuery, WindowReport
@@ -190,7 +190,7 @@ class Session:
             own = guard.copy()
         else:
             raise TypeError(f"guard must be an NGramGuard, None or False, got {guard!r}")
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._warned = False
         self._warned_of_gate = False
         self._state = self._fresh_state(own, budget)
@@ -199,7 +199,7 @@ class Session:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values, _lock=threading.Lock())
+        self.__dict__.update(values, _lock=Lock())
 
     def __repr__(self) -> str:
         state = self._state

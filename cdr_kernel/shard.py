@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from cdr_kernel.evidence import (
     unit_rows,
     word_sums,
 )
+from cdr_kernel.forks import Lock
 from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.kept import CACHE_BYTES
 from cdr_kernel.lexical import SparseSums, WordCounts
@@ -199,7 +199,7 @@ class Shard:
     ) -> None:
         self.store = store
         self._retriever = retriever_on(device, store, dtype=device_dtype, cache_bytes=cache_bytes)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._versions = _Versions(version, OrderedDict({version: store.view()}))
         self._sessions: OrderedDict[str, _Known] = OrderedDict()
 

@@ -14,14 +14,12 @@ be reached in time the ranking says ``complete=False`` and which one. `ray_shard
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,6 +31,7 @@ from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
 from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
+from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
 from cdr_kernel.partition import put
@@ -223,7 +222,7 @@ class ShardedRetriever:
             raise TypeError(f"store: expected a ShardedStore, got {type(store).__name__}")
         self.store = store
         self.partial = partial
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._tokens: weakref.WeakKeyDictionary[Session, tuple[str, Session]] = weakref.WeakKeyDictionary()
         self._blacklists: weakref.WeakKeyDictionary[Session, OrderedDict[str, _Written]] = weakref.WeakKeyDictionary()
         self._evidence: OrderedDict[Any, Evidence] = OrderedDict()

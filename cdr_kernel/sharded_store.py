@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +22,7 @@ from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
 from cdr_kernel.checks import check_strings, counted, few
+from cdr_kernel.forks import Lock, Threads, cached_property
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import (
     CHUNK,
@@ -64,7 +63,7 @@ class ThreadReplica:
     open: gives the shard; called again by ``restart``.
     """
 
-    def __init__(self, open: Callable[[], Shard], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, open: Callable[[], Shard], pool: Threads) -> None:
         self._open = open
         self._pool = pool
         self._shard = open()
@@ -125,7 +124,7 @@ class ShardedStore:
         kinds: Mapping[str, type] | None = None,
         expires: bool = False,
         limits: Limits | None = None,
-        pool: ThreadPoolExecutor | None = None,
+        pool: Threads | None = None,
     ) -> None:
         self.by = check_by(by)
         self.limits = limits or Limits()
@@ -134,7 +133,7 @@ class ShardedStore:
         self._start = start
         self._like = like
         self._pool = pool
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._next_sequence = next_sequence
         self._expires = expires  # whether any fact may
         self._kinds = kinds  # of further columns; None: to be asked of the shards when first needed
@@ -242,7 +241,7 @@ class ShardedStore:
         tokenizer: Tokenizer | None,
         hash_key: HashKey | None,
         limits: Limits,
-        pool: ThreadPoolExecutor | None = None,
+        pool: Threads | None = None,
     ) -> ShardedStore:
         """A partition whose replicas `start` starts, by shard."""
         return cls(
@@ -626,8 +625,8 @@ def _no_arguments(slot: Slot, full: bool) -> tuple[Any, ...]:
     return ()
 
 
-def _threads(shards: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(2, min(shards, os.cpu_count() or 1)), thread_name_prefix="cdr-shard")
+def _threads(shards: int) -> Threads:
+    return Threads(max(2, min(shards, os.cpu_count() or 1)), "cdr-shard")
 
 
 def devices_of(device: str | Mapping[str, str] | None, names: Iterable[str]) -> Callable[[str], str | None]:

@@ -7,7 +7,6 @@ was while others add and remove: whoever ranks works on one consistent version w
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
@@ -21,6 +20,7 @@ from cdr_kernel import store_folder
 from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
 from cdr_kernel.checks import check_strings, counted, few
+from cdr_kernel.forks import Lock
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
@@ -164,7 +164,7 @@ class FactStore:
         self.held: Mapping[str, tuple[int, str | None]] = {}
         """Facts that a durable store has in quarantine, which are not here: their sequence numbers, and the reasons."""
         self._hasher = TokenHasher(tokenizer, hash_key)
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
         self._next_sequence = 0
         storage = Storage(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Growing, Int64, New
 from cdr_kernel.attributes import Attribute
+from cdr_kernel.forks import Lock
 from cdr_kernel.token_hashes import TOKEN_BYTES, TokenBlock
 
 NO_POSITION = -1
@@ -187,7 +187,7 @@ class Storage:
     sources: Strings  # "" for None, else "=" and the source: "" is a source like any other
     attributes: dict[str, Attribute]
     source_codes: Attribute = field(default_factory=lambda: Attribute(str))  # made when a filter first asks
-    coding: threading.Lock = field(default_factory=threading.Lock)
+    coding: Lock = field(default_factory=Lock)
 
     @property
     def mapped_rows(self) -> int:

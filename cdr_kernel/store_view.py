@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, take_rows
 from cdr_kernel.attributes import Value, Where, chosen, where_key
+from cdr_kernel.forks import cached_property
 from cdr_kernel.store_columns import NO_POSITION, Storage
 from cdr_kernel.token_hashes import TokenRows
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from cdr_kernel.assess import assess as count_words
+from cdr_kernel.forks import Lock
 from cdr_kernel.pack import Envelope, count_tokens_default
 from cdr_kernel.rank import Ranking, cdr_rank
 from cdr_kernel.retrieve import Retriever
@@ -53,7 +53,7 @@ class Sessions:
         self._assess = assess
         self._hashing: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}
         self._rankings: WeakKeyDictionary[Session, Ranking] = WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def get(self, session_id: str | None = None) -> Session:
         """The session of that id. ValueError for an id where there is one session, or none where there are many."""
