@@ -65,7 +65,7 @@ EDGES = {
     "__main__",
 }
 LADDER = [
-    {"constants", "_C"},
+    {"constants", "_C", "damage"},
     {"reference", "arrays", "checks", "folder", "tokens"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
