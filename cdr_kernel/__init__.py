@@ -22,6 +22,7 @@ from cdr_kernel import constants, reference
 from cdr_kernel.assess import assess
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import Depth
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.explain import Explanation, explain
 from cdr_kernel.gate import GateReport, gate_report, suggest_min_relevance
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
@@ -45,6 +46,7 @@ __all__ = [
     "Candidates",
     "Columns",
     "CoverageEntry",
+    "DamagedFileError",
     "Depth",
     "EmbeddingModelMismatch",
     "Envelope",

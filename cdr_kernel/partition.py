@@ -25,6 +25,7 @@ import numpy as np
 from cdr_kernel import checksums
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import KINDS
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.folder import LOCK, Kind
 from cdr_kernel.moments import EXPIRES, expiries_of, expiring
 from cdr_kernel.ngram import HashKey, Tokenizer
@@ -56,7 +57,7 @@ CHUNK = 65536
 """Facts that are moved at a time."""
 
 
-class ShardDamaged(ValueError):
+class ShardDamaged(DamagedFileError):
     """What is on the disk of a shard is not what was written."""
 
 

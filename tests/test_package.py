@@ -65,7 +65,7 @@ EDGES = {
     "__main__",
 }
 LADDER = [
-    {"constants", "forks", "_C"},
+    {"_C", "constants", "damage", "forks"},
     {"reference", "arrays", "checks", "folder", "tokens"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
