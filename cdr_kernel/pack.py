@@ -64,10 +64,13 @@ class Envelope:
 
     @property
     def min_novelty(self) -> float | None:
-        """§8.1: the least novelty of the facts, clamped to [0.20, 1] (R3, R13); None when there is none."""
+        """§8.1: the least novelty of the facts, clamped to [0.20, 1] (R3, R13); None when there is none.
+
+        It is the specification's novelty in the calibrated mode too (R38): `Ranking.spec_novelty`.
+        """
         if not len(self.ranking):
             return None
-        return max(MIN_NOVELTY_FLOOR, min(1.0, float(self.ranking.novelty.min())))
+        return max(MIN_NOVELTY_FLOOR, min(1.0, float(self.ranking.spec_novelty.min())))
 
     @property
     def new_share(self) -> float:
@@ -209,4 +212,5 @@ def pack_facts(
         else:
             skipped += 1
     chosen = ranking.take(packed)
-    return Envelope(replace(chosen, facts=tuple(chosen.facts)), tokens, token_budget, skipped)
+    source = None if chosen.novelty_source is None else chosen.spec_novelty
+    return Envelope(replace(chosen, facts=tuple(chosen.facts), novelty_source=source), tokens, token_budget, skipped)

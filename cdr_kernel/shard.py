@@ -118,7 +118,7 @@ class Ask:
     evidence: Evidence | None = None
 
 
-ARRAYS = (*BREAKDOWN, "by_sub_query")
+ARRAYS = (*BREAKDOWN, "by_sub_query", "novelty_source")
 """Fields of a ranking that come back, one entry per fact."""
 
 
@@ -477,7 +477,7 @@ def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState
 def _answer(ranking: Ranking, passed: int, new: int, asked: int, digest: str | None, whole: bool) -> Answer:
     return Answer(
         sequence=sequences_of(ranking.facts),
-        arrays={name: getattr(ranking, name) for name in ARRAYS},
+        arrays={name: None if (value := getattr(ranking, name)) is None else np.asarray(value) for name in ARRAYS},
         qualified=ranking.qualified,
         activations=ranking.guard_activations,
         passed=passed,

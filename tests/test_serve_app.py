@@ -43,6 +43,7 @@ NUMBERS = [
     "ngram_penalty",
     "importance",
     "multiplier",
+    "spec_novelty",
 ]
 
 
@@ -80,6 +81,7 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
 
         own = Session(own.sub_queries, embedding_model=MODEL, mode="calibrated")
     retriever = Retriever(make_store())
+    coverage_scores = []
     for window in range(1, 4):
         answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=6, token_budget=60))
         assert answer.status_code == 200, answer.text
@@ -93,6 +95,8 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
         assert told["skipped"] == envelope.skipped
         assert told["anchor"] == own.anchor()
         assert told["exit"]["reason"] == exit.reason
+        assert told["coverage_score"] == min(1.0, *(fact["spec_novelty"] for fact in told["facts"]))
+        coverage_scores.append(answer.headers["crp-context-coverage-score"])
         headers = {k: v for k, v in answer.headers.items() if k.startswith("crp-")}
         assert headers == {k.lower(): v for k, v in crp_headers(envelope, own, exit).items()}
 
@@ -119,6 +123,7 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
         assert told["session"]["packed"] == len(own.packed)
         headers = {k: v for k, v in answer.headers.items() if k.startswith("crp-")}
         assert headers == {k.lower(): v for k, v in crp_headers(envelope, own, exit).items()}
+    assert coverage_scores[0] == "1.00" > max(coverage_scores[1:])  # in both modes (R38)
 
 
 def test_a_server_that_ranks_on_a_device_answers_the_same(tmp_path):

@@ -17,13 +17,13 @@ from cdr_kernel.rank import Ranking
 from cdr_kernel.store import Fact
 from cdr_kernel.task import Feedback
 
-_FLOATS = tuple(name for name in BREAKDOWN if name != "ngram_overlap")
+_FLOATS = (*(name for name in BREAKDOWN if name != "ngram_overlap"), "novelty_source")
 
 
 class KeptWindow(msgspec.Struct, frozen=True):
     """An envelope of n facts, without their texts. version: of the session that was ranked for.
 
-    numbers: the float64 arrays of a `Ranking`, one after the other, [8, n]; overlap: int32 [n].
+    numbers: the float64 arrays of a `Ranking`, one after the other, and its spec_novelty, [9, n]; overlap: int32 [n].
     """
 
     version: int
@@ -50,7 +50,9 @@ class KeptWindow(msgspec.Struct, frozen=True):
         return cls(
             version=version,
             ids=ranking.ids,
-            numbers=np.stack([getattr(ranking, name) for name in _FLOATS]).astype("<f8").tobytes(),
+            numbers=np.stack([*(getattr(ranking, name) for name in _FLOATS[:-1]), ranking.spec_novelty])
+            .astype("<f8")
+            .tobytes(),
             overlap=ranking.ngram_overlap.astype("<i4").tobytes(),
             tokens=envelope.tokens,
             token_budget=envelope.token_budget,

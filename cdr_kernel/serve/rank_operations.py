@@ -200,6 +200,7 @@ def ranked(envelope: Envelope, session: Session, exit: Exit) -> schema.Ranked:
         ranking.ngram_penalty.tolist(),
         ranking.importance.tolist(),
         ranking.multiplier.tolist(),
+        ranking.spec_novelty.tolist(),
         strict=True,
     )
     least = envelope.min_novelty

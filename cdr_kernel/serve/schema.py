@@ -319,7 +319,10 @@ class RankFacts(Question, kw_only=True):
 
 
 class RankedFact(msgspec.Struct):
-    """A fact of the envelope and every number behind its place. See `Ranking`."""
+    """A fact of the envelope and every number behind its place. See `Ranking`.
+
+    novelty: the factor of its score; spec_novelty: §2.2's, which coverage_score is the least of, whatever the mode.
+    """
 
     id: str
     text: str
@@ -337,6 +340,7 @@ class RankedFact(msgspec.Struct):
     ngram_penalty: float
     importance: float
     multiplier: float
+    spec_novelty: float
 
 
 class Ranked(msgspec.Struct):
