@@ -94,6 +94,9 @@ class Ranking:
     "spec"). by_sub_query: float64 [M, S], what packing by need goes by; need: [S]; feedback: see `Session.update`.
     novelty is this mode's own factor; `spec_novelty` is the specification's. novelty_source: what it is read from.
 
+    considered: how many facts there were to rank: those that match `where`, None where that is not known. filter: that
+    `where` in words, "" for none.
+
     facts: a tuple, or of a ranking without k a sequence that makes them when they are looked at (`stored`).
 
     complete: whether all facts were looked at; only shards that could not be reached in time make it False
@@ -121,6 +124,8 @@ class Ranking:
     novelty_source: Float64 | StoredNovelty | None = None
     complete: bool = True
     missing_shards: tuple[str, ...] = ()
+    considered: int | None = None
+    filter: str = ""
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -400,6 +405,8 @@ class Question:
             guard_activations=guard_activations,
             coverage_depth=len(self.state.coverage),
             store_version=self.view.version,
+            considered=len(self.view),
+            filter=self.view.filter,
         )
 
     @cached_property

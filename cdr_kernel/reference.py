@@ -596,6 +596,15 @@ def min_novelty(envelope: Sequence[Scored | CalibratedScored]) -> float | None:
     return max(MIN_NOVELTY_FLOOR, min(1.0, min(scored.spec_novelty for scored in envelope)))
 
 
+def check_fits(ranking: Sequence[Scored | CalibratedScored], envelope: Sequence[Scored | CalibratedScored]) -> None:
+    """R39: ValueError for an envelope that is empty although facts passed the gate.
+
+    Its token budget, its number of facts or k is too small for any of them. That is not exhaustion (exit 3).
+    """
+    if ranking and not envelope:
+        raise ValueError(f"no fact fits into the envelope, {len(ranking)} passed the gate")
+
+
 def band(coverage_score: float) -> str:
     """§8.1: "healthy" above .70, "moderate" from .40 to .70, both included, "low" below .40."""
     if coverage_score > 0.70:
@@ -624,22 +633,21 @@ def headers(
     ranking: all facts that passed the gate; envelope: those that were packed; coverage_depth: the entries of
     the coverage set at packing time, before this window's update (R14); completeness: the last one reported.
 
-    Coverage-Score is left out for an empty envelope, and both it and the completeness have two decimals
-    (R30). The completeness is there when the reason is limit-reached, Mode and Onboarding-Hint when it is
-    ckf-exhausted.
+    R39: an empty envelope has a Coverage-Score of 0.00. It and the completeness have two decimals (R30). The
+    completeness is there when the reason is limit-reached. Mode and Onboarding-Hint are there when ckf-exhausted is
+    the reason or another true exit (R39).
     """
     reason = None if exit is None else exit.reason
+    score = min_novelty(envelope)
     result = {
+        "CRP-Context-Coverage-Score": f"{0.0 if score is None else score:.2f}",
         "CRP-Context-Coverage-Depth": str(coverage_depth),
         "CRP-Context-NGram-Guard-Activations": str(guard_activations(ranking)),
         "CRP-Context-Continuation-Status": IN_PROGRESS if reason is None else reason,
     }
-    score = min_novelty(envelope)
-    if score is not None:
-        result["CRP-Context-Coverage-Score"] = f"{score:.2f}"
     if reason == LIMIT_REACHED:
         result["CRP-Quality-Completeness"] = f"{completeness:.2f}"
-    if reason == CKF_EXHAUSTED:
+    if exit is not None and CKF_EXHAUSTED in (exit.reason, *exit.also):
         result["CRP-Context-Mode"] = CKF_EXHAUSTED
         result["CRP-Onboarding-Hint"] = "ingest-more-documents-for-continued-quality"
     return result

@@ -127,7 +127,7 @@ class Answer:
     """The k best facts of one shard for one session, best first: their sequence numbers and the ranking's arrays.
 
     qualified, activations: as in `Ranking`; passed, new: facts that passed the gate, and those of them never packed;
-    asked: facts that could have, counted where fewer than k did. digest: of the blacklist that was counted. facts:
+    asked: facts that could have. digest: of the blacklist that was counted. facts:
     themselves, where they were asked for.
     """
 
@@ -391,8 +391,7 @@ class Shard:
             question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
             ranking, passed, new = question.counted(k, factors)
             digest = None if ask.blacklist is None else ask.blacklist.digest
-            there = len(view) if k is not None and passed < k else 0
-            answers.append(_answer(ranking, passed, new, there, digest, whole))
+            answers.append(_answer(ranking, passed, new, len(view), digest, whole))
         return answers
 
     def _known(self, ask: Ask) -> _Known:

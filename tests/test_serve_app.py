@@ -463,6 +463,44 @@ def test_packed_facts_may_be_named(client):
     assert told["exit"]["novelty_ratio"] is None
 
 
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+@pytest.mark.parametrize(
+    ("asked", "field"), [({"token_budget": 1}, "token_budget"), ({"max_facts": 0}, "max_facts"), ({"k": 0}, "k")]
+)
+def test_an_envelope_that_nothing_fits_into_is_the_requests_fault(client, mode, asked, field):
+    """R39: no exit, no advice to ingest more documents; the ranking before it stays the last one."""
+    sid = created(client, **({} if mode == "spec" else {"mode": mode, "min_relevance": None}))
+    first = client.post(f"/v1/sessions/{sid}/rank", json=rank()).json()["facts"]
+    refused = client.post(f"/v1/sessions/{sid}/rank", json=rank(**asked))
+    assert refused.status_code == 422
+    error = error_of(refused)
+    assert (error["code"], error["field"]) == ("invalid", field)
+    assert f"{field}: no fact fits into" in error["message"]
+    assert not any(name.startswith("crp-") for name in refused.headers)
+    told = client.post(f"/v1/sessions/{sid}/update", json=update()).json()
+    assert told["session"]["packed"] == len(first)
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_a_filter_that_leaves_nothing_is_exhaustion_and_named(client, mode):
+    sid = created(client, **({} if mode == "spec" else {"mode": mode, "min_relevance": None}))
+    answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(where={"source": ["doc7", "doc8"]}))
+    detail = "no fact matches the filter (source in ['doc7', 'doc8'])"
+    assert (answer.status_code, answer.json()["exit"]["detail"]) == (200, detail)
+    assert (answer.json()["coverage_score"], answer.json()["band"]) == (0.0, None)
+    headers = {name: value for name, value in answer.headers.items() if name.startswith("crp-")}
+    assert headers == {
+        "crp-context-coverage-score": "0.00",
+        "crp-context-coverage-depth": "0",
+        "crp-context-ngram-guard-activations": "0",
+        "crp-context-continuation-status": "ckf-exhausted",
+        "crp-context-mode": "ckf-exhausted",
+        "crp-onboarding-hint": "ingest-more-documents-for-continued-quality",
+    }
+    told = client.post(f"/v1/sessions/{sid}/update", json=update()).json()
+    assert told["exit"]["detail"] == detail
+
+
 def test_a_ranking_of_an_earlier_state_does_not_count_for_an_update(client):
     sid = created(client)
     client.post(f"/v1/sessions/{sid}/rank", json=rank())

@@ -38,6 +38,8 @@ class KeptWindow(msgspec.Struct, frozen=True):
     coverage_depth: int
     store_version: int
     new_share: float | None
+    considered: int | None
+    filter: str
     feedback_ids: list[str] | None
     direction: bytes | None
     words: list[tuple[str, float]] | None
@@ -62,6 +64,8 @@ class KeptWindow(msgspec.Struct, frozen=True):
             coverage_depth=ranking.coverage_depth,
             store_version=ranking.store_version,
             new_share=ranking.new_share,
+            considered=ranking.considered,
+            filter=ranking.filter,
             feedback_ids=None if made is None else list(made.fact_ids),
             direction=None if made is None or made.direction is None else made.direction.astype("<f8").tobytes(),
             words=None if made is None or made.words is None else list(made.words),
@@ -93,6 +97,8 @@ class KeptWindow(msgspec.Struct, frozen=True):
             coverage_depth=self.coverage_depth,
             store_version=self.store_version,
             new_share=self.new_share,
+            considered=self.considered,
+            filter=self.filter,
             feedback=feedback,
         )
         if ids is not None:

@@ -347,7 +347,8 @@ class Ranked(msgspec.Struct):
     """The envelope of a window, best first, and what goes with it.
 
     qualified: facts that passed the gate; guard_activations: of these, those with an n-gram penalty (§8.3);
-    guard_alert: more than 20 % of them (§5.3); band: §8.1; guarantee_holds: §9. exit: §6, tested before the writer.
+    guard_alert: more than 20 % of them (§5.3); coverage_score: §8.1, 0 without facts; band: §8.1, null without facts;
+    guarantee_holds: §9. exit: §6, tested before the writer.
     """
 
     window: int
@@ -358,7 +359,7 @@ class Ranked(msgspec.Struct):
     guard_activations: int
     guard_alert: bool
     coverage_depth: int
-    coverage_score: float | None
+    coverage_score: float
     band: str | None
     guarantee_holds: bool
     store_version: int
