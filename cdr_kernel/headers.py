@@ -7,6 +7,8 @@ from cdr_kernel.pack import Envelope
 from cdr_kernel.session import Session
 from cdr_kernel.task import Exit
 
+COVERAGE_SCORE = "CRP-Context-Coverage-Score"
+GUARD_ACTIVATIONS = "CRP-Context-NGram-Guard-Activations"
 ONBOARDING_HINT = "ingest-more-documents-for-continued-quality"
 HEALTHY_ABOVE = 0.70
 MODERATE_FROM = 0.40
@@ -34,9 +36,9 @@ def crp_headers(envelope: Envelope, session: Session, exit: Exit | None = None) 
     """
     reason = None if exit is None else exit.reason
     headers = {
-        "CRP-Context-Coverage-Score": f"{envelope.coverage_score:.2f}",
+        COVERAGE_SCORE: f"{envelope.coverage_score:.2f}",
         "CRP-Context-Coverage-Depth": str(envelope.ranking.coverage_depth),
-        "CRP-Context-NGram-Guard-Activations": str(envelope.ranking.guard_activations),
+        GUARD_ACTIVATIONS: str(envelope.ranking.guard_activations),
         "CRP-Context-Continuation-Status": IN_PROGRESS if reason is None else reason,
     }
     if reason == LIMIT_REACHED:

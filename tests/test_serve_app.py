@@ -501,6 +501,62 @@ def test_a_filter_that_leaves_nothing_is_exhaustion_and_named(client, mode):
     assert told["exit"]["detail"] == detail
 
 
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_a_packed_fact_from_elsewhere_loses_no_number(client, mode):
+    """Of a fact of the store that was not ranked, and of one that is nowhere."""
+    sid = created(client, **({} if mode == "spec" else {"mode": mode, "min_relevance": None}))
+    store, own = make_store(), same_session()
+    texts = "\n".join(fact.text for fact in store.get(store.ids))
+    before = [fact["id"] for fact in client.post(f"/v1/sessions/{sid}/rank", json=rank(k=3)).json()["facts"]]
+    client.post(f"/v1/sessions/{sid}/update", json=update(["s0"], output=texts))
+    own.update(WindowReport(0.2, ("s0",)), texts, embedding_model=MODEL)
+    answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=3))
+    first = [fact["id"] for fact in answer.json()["facts"]]
+    numbers = {fact["id"]: fact["spec_novelty"] for fact in answer.json()["facts"]}
+    activations = answer.headers["crp-context-ngram-guard-activations"]
+    if mode == "spec":
+        assert int(activations) == answer.json()["qualified"] > 10
+    known = cdr_rank(query(), Retriever(store), own)
+    for id, novelty in zip(known.ids, known.spec_novelty.tolist(), strict=True):
+        assert numbers.get(id, novelty) == novelty
+    other = known.ids[int(np.argmin(known.spec_novelty))]
+    assert other not in first
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"], packed=[*first, other, "nowhere"]))
+    assert told.headers["crp-context-ngram-guard-activations"] == activations
+    assert told.headers["crp-context-coverage-depth"] == "1"
+    assert told.headers["crp-context-coverage-score"] == f"{known.spec_novelty.min():.2f}"
+    assert told.json()["session"]["packed"] == len({*before, *first, other, "nowhere"})
+    assert (told.json()["exit"]["novelty_ratio"] is None) == (mode == "spec")  # R11 needs each fact's own number
+
+
+def test_a_packed_fact_from_elsewhere_leaves_the_task_its_direction(client):
+    ids = {}
+    for packed in (None, ["nowhere"]):
+        sid = created(client, mode="calibrated", min_relevance=None)
+        client.post(f"/v1/sessions/{sid}/rank", json=rank(k=3))
+        client.post(f"/v1/sessions/{sid}/update", json=update(packed=packed))
+        state = client.app.state.service.tenants["default"].local.peek(sid).now.session.state
+        ids[packed is None] = state.feedback.fact_ids
+    assert ids[True] == ids[False]
+
+
+def test_what_an_update_cannot_know_is_in_no_header(client):
+    sid = created(client)
+    names = ("crp-context-ngram-guard-activations", "crp-context-coverage-score")
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s0"]))  # nothing was ranked
+    assert [told.headers.get(name) for name in names] == [None, None]
+    assert told.headers["crp-context-coverage-depth"] == "0"
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"], packed=["f1"]))  # a fact of the store
+    assert [told.headers.get(name) is None for name in names] == [True, False]
+    activations = client.post(f"/v1/sessions/{sid}/rank", json=rank()).headers[names[0]]
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s2"], packed=["nowhere"]))
+    assert [told.headers.get(name) for name in names] == [activations, None]
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    told = client.post(f"/v1/sessions/{sid}/update", json=update([], packed=[]))
+    assert [told.headers.get(name) for name in names][1] == "0.00"
+    assert told.json()["exit"]["reason"] is None  # that nothing was packed is not the store's fault
+
+
 def test_a_ranking_of_an_earlier_state_does_not_count_for_an_update(client):
     sid = created(client)
     client.post(f"/v1/sessions/{sid}/rank", json=rank())

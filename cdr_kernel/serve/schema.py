@@ -242,8 +242,12 @@ class Report(Question, kw_only=True):
 
 
 class UpdateSession(Question, kw_only=True):
-    """A window was written. report: None has the server assess the output. packed: ids of the facts the writer got;
-    None means those of the session's last ranking in this window. safety_budget: what is left of it."""
+    """A window was written. report: None has the server assess the output. safety_budget: what is left of it.
+
+    packed: ids of the facts the writer got; None means those of the session's last ranking in this window. Other ids
+    are remembered as packed too. The counters stay those of the ranking; coverage_score is over the packed facts that
+    the ranking or the store has. In mode "spec" exit 3 is then not tested: it needs the score of every packed fact.
+    """
 
     embedding_model: Name
     output: str
