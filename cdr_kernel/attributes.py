@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +31,8 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (str, int, float, bool
 _DTYPES: dict[type, Any] = {str: np.int32, int: np.int64, float: np.float64, bool: np.int8}
 _MISSING: dict[type, Any] = {str: -1, int: -(2**63), float: math.nan, bool: -1}
 _LARGEST = 2**63 - 1
+_SHOWN = 5
+_SHOWN_CHARACTERS = 80
 
 
 class Attribute:
@@ -203,6 +206,22 @@ def chosen(values: Any) -> list[Any]:
     if isinstance(values, bytes | Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"where: expected a value or several, got {type(values).__name__}")
     return list(values)
+
+
+def where_text(where: Where | None) -> str:
+    """A filter in words, for messages: at most five of its names and of the values of each; "" for None."""
+    if where is None:
+        return ""
+    if not isinstance(where, Mapping):
+        return "(a mask)"
+    parts = []
+    for name, wanted in islice(where.items(), _SHOWN):
+        values = chosen(wanted)
+        shown = [repr(value)[:_SHOWN_CHARACTERS] for value in values[:_SHOWN]]
+        shown += [f"{len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+        parts.append(f"{name} = {shown[0]}" if len(values) == 1 else f"{name} in [{', '.join(shown)}]")
+    parts += [f"{len(where) - _SHOWN} more"] if len(where) > _SHOWN else []
+    return f"({' and '.join(parts)})"
 
 
 def where_key(where: Where, n: int, within: bytes) -> bytes:

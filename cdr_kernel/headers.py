@@ -7,6 +7,8 @@ from cdr_kernel.pack import Envelope
 from cdr_kernel.session import Session
 from cdr_kernel.task import Exit
 
+COVERAGE_SCORE = "CRP-Context-Coverage-Score"
+GUARD_ACTIVATIONS = "CRP-Context-NGram-Guard-Activations"
 ONBOARDING_HINT = "ingest-more-documents-for-continued-quality"
 HEALTHY_ABOVE = 0.70
 MODERATE_FROM = 0.40
@@ -21,29 +23,27 @@ def band(coverage_score: float) -> str:
 
 def guarantee_holds(envelope: Envelope) -> bool:
     """§9, R35: whether a fact passed the gate and the Coverage-Score is above .40. Empty envelope: False."""
-    score = envelope.min_novelty
-    return score is not None and envelope.ranking.qualified > 0 and score > GUARANTEE_COVERAGE_SCORE
+    return envelope.ranking.qualified > 0 and envelope.coverage_score > GUARANTEE_COVERAGE_SCORE
 
 
 def crp_headers(envelope: Envelope, session: Session, exit: Exit | None = None) -> dict[str, str]:
     """§6, §8: the headers of one window.
 
     Always: Coverage-Depth (entries at packing time, R14), NGram-Guard-Activations (over all facts that passed
-    the gate, R25) and Continuation-Status (in-progress without an exit or when it does not stop).
-    Coverage-Score unless the envelope is empty (R3, R13); Quality-Completeness when the reason is
-    limit-reached, both with two decimals (R30); Mode and Onboarding-Hint when the reason is ckf-exhausted.
+    the gate, R25), Continuation-Status (in-progress without an exit or when it does not stop) and Coverage-Score
+    (R3, R13, R38; 0.00 for an empty envelope, R39). Quality-Completeness when the reason is limit-reached; both numbers
+    have two decimals (R30). Mode and Onboarding-Hint when ckf-exhausted is the reason or among `also` (R39).
     """
     reason = None if exit is None else exit.reason
     headers = {
+        COVERAGE_SCORE: f"{envelope.coverage_score:.2f}",
         "CRP-Context-Coverage-Depth": str(envelope.ranking.coverage_depth),
-        "CRP-Context-NGram-Guard-Activations": str(envelope.ranking.guard_activations),
+        GUARD_ACTIVATIONS: str(envelope.ranking.guard_activations),
         "CRP-Context-Continuation-Status": IN_PROGRESS if reason is None else reason,
     }
-    if envelope.min_novelty is not None:
-        headers["CRP-Context-Coverage-Score"] = f"{envelope.min_novelty:.2f}"
     if reason == LIMIT_REACHED:
         headers["CRP-Quality-Completeness"] = f"{session.completeness:.2f}"
-    if reason == CKF_EXHAUSTED:
+    if exit is not None and CKF_EXHAUSTED in (exit.reason, *exit.also):
         headers["CRP-Context-Mode"] = CKF_EXHAUSTED
         headers["CRP-Onboarding-Hint"] = ONBOARDING_HINT
     return headers

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cdr_kernel.checks import check_integer
+from cdr_kernel.checks import check_integer, counted, few
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.score import best_first
 from cdr_kernel.session import EXHAUSTIONS
@@ -44,13 +44,16 @@ class Envelope:
 
     ranking: the packed facts only; its counters (`qualified`, `guard_activations`, `coverage_depth`) are
     those of the whole ranking. tokens: their sum, never above token_budget. skipped: facts passed over
-    because they did not fit.
+    because they did not fit. max_facts: as it was given. shortest: the tokens of the shortest fact that was tried,
+    None where none was.
     """
 
     ranking: Ranking
     tokens: int
     token_budget: int
     skipped: int
+    max_facts: int | None = None
+    shortest: int | None = None
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -64,10 +67,56 @@ class Envelope:
 
     @property
     def min_novelty(self) -> float | None:
-        """§8.1: the least novelty of the facts, clamped to [0.20, 1] (R3, R13); None when there is none."""
+        """§8.1: the least novelty of the facts, clamped to [0.20, 1] (R3, R13); None when there is none.
+
+        It is the specification's novelty in the calibrated mode too (R38): `Ranking.spec_novelty`.
+        """
         if not len(self.ranking):
             return None
-        return max(MIN_NOVELTY_FLOOR, min(1.0, float(self.ranking.novelty.min())))
+        return max(MIN_NOVELTY_FLOOR, min(1.0, float(self.ranking.spec_novelty.min())))
+
+    @property
+    def coverage_score(self) -> float:
+        """What `CRP-Context-Coverage-Score` says: `min_novelty`, 0.0 for an empty envelope (R39)."""
+        return 0.0 if self.min_novelty is None else self.min_novelty
+
+    def check_fits(self) -> None:
+        """Refuse an envelope that is empty for another reason than the store (R39).
+
+        `Session.exit` calls it for every envelope, so that such a one is never exit 3.
+
+        Raises:
+            ValueError: facts passed the gate, and `token_budget`, `max_facts` or k leaves no room for any of them.
+            TimeoutError: no fact is known, and shards that may have some did not answer in time.
+        """
+        ranking = self.ranking
+        if len(ranking):
+            return
+        passed = f"{counted(ranking.qualified, 'fact')} passed the relevance gate"
+        if ranking.qualified and self.skipped:
+            tokens = counted(self.token_budget, "token")
+            shortest = "" if self.shortest is None else f" and the shortest has {self.shortest}"
+            raise ValueError(f"token_budget: no fact fits into {tokens}, {passed}{shortest}: raise the budget")
+        if ranking.qualified:
+            name = "k" if self.max_facts is None else "max_facts"
+            raise ValueError(f"{name}: no fact fits into an envelope of 0 facts, {passed}: ask for at least 1")
+        if not ranking.complete:
+            raise TimeoutError(
+                f"the ranking has no fact, and no answer came in time from {few(ranking.missing_shards)}: ask again"
+            )
+
+    def why_empty(self, packed_before: bool = False) -> str:
+        """Why no fact could be packed, for `Exit.detail` (R12, R39): a filter is named.
+
+        packed_before: whether facts that were packed before are no candidates, and there are some.
+        """
+        ranking = self.ranking
+        if ranking.considered == 0:
+            return f"no fact matches the filter {ranking.filter}" if ranking.filter else "the store has no facts"
+        which = "fact that was not packed before" if packed_before else "fact"
+        if ranking.filter:
+            which += f" that matches the filter {ranking.filter}"
+        return f"no {which} passed the relevance gate"
 
     @property
     def new_share(self) -> float:
@@ -86,14 +135,14 @@ class Envelope:
         if exhaustion not in EXHAUSTIONS:
             raise ValueError(f"exhaustion must be one of {', '.join(map(repr, EXHAUSTIONS))}, got {exhaustion!r}")
         ranking = self.ranking
-        counted = ranking.relevance > 0.0
-        if not counted.any():
+        above = ranking.relevance > 0.0
+        if not above.any():
             return 0.0
         if exhaustion == "score":
             with np.errstate(over="ignore"):
-                ratios = ranking.score[counted] / ranking.relevance[counted]
+                ratios = ranking.score[above] / ranking.relevance[above]
         else:
-            ratios = ranking.novelty[counted] * (1.0 - ranking.ngram_penalty[counted])
+            ratios = ranking.novelty[above] * (1.0 - ranking.ngram_penalty[above])
         try:
             return math.fsum(ratios) / len(ratios)
         except OverflowError:
@@ -180,7 +229,8 @@ def pack_facts(
     ranking of the calibrated mode. None: "need" for such a ranking, else "greedy".
 
     token_budget: int >= 0. count_tokens: the tokens of a fact's text, an int >= 1 (the newlines of
-    `Envelope.text` are not counted). max_facts: int >= 0, None for no limit.
+    `Envelope.text` are not counted). max_facts: int >= 0, None for no limit. Where no fact fits, the envelope is empty;
+    a window that is made of it is refused, see `Envelope.check_fits`.
 
     ValueError for a negative budget or limit, for a token count that is no int >= 1 and for another `pack`;
     TypeError for a budget or limit that is no int.
@@ -191,6 +241,7 @@ def pack_facts(
         max_facts = check_integer(max_facts, "max_facts", 0)
     packed: list[int] = []
     tokens = skipped = 0
+    shortest: int | None = None
     facts = ranking.facts
     for seen in range(len(facts)):
         if len(packed) == max_facts:
@@ -202,6 +253,7 @@ def pack_facts(
         count = count_tokens(text_of(facts, position))
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count_tokens must return an int >= 1, got {count!r} for fact {facts[position].id!r}")
+        shortest = int(count) if shortest is None else min(shortest, int(count))
         if tokens + int(count) <= token_budget:
             packed.append(position)
             tokens += int(count)
@@ -209,4 +261,6 @@ def pack_facts(
         else:
             skipped += 1
     chosen = ranking.take(packed)
-    return Envelope(replace(chosen, facts=tuple(chosen.facts)), tokens, token_budget, skipped)
+    source = None if chosen.novelty_source is None else chosen.spec_novelty
+    chosen = replace(chosen, facts=tuple(chosen.facts), novelty_source=source)
+    return Envelope(chosen, tokens, token_budget, skipped, max_facts, shortest)

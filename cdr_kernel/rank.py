@@ -24,7 +24,7 @@ from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, StoreView
 from cdr_kernel.stored import StoredFacts, ids_of, taken
-from cdr_kernel.task import Feedback, SessionState
+from cdr_kernel.task import CoverageEntry, Feedback, SessionState
 
 if TYPE_CHECKING:
     import pandas
@@ -34,6 +34,46 @@ if TYPE_CHECKING:
 Multiplier: TypeAlias = "Mapping[str, float] | npt.ArrayLike"
 
 _OVERFLOWS = 2.0**1022  # importance times multiplier, from which a novelty of 2 may make a score infinite
+
+
+class StoredNovelty:
+    """§2.2's novelty of some rows of a store, in the order of these rows, computed when numpy reads it.
+
+    A ranking of the calibrated mode may hold a tenth of a store of millions. Only the packed facts need this number.
+
+    view, rows: int64 [M], the facts. coverage: the entries that cover them.
+    """
+
+    def __init__(self, view: StoreView, rows: Int64, coverage: tuple[CoverageEntry, ...]) -> None:
+        self.view = view
+        self.rows = rows
+        self.coverage = coverage
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, positions: Int64) -> StoredNovelty:
+        return StoredNovelty(self.view, self.rows[positions], self.coverage)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """[M] float64, from the routine that scores mode "spec"."""
+        if not self.coverage or not len(self.rows):
+            return np.ones(len(self.rows), dtype)
+        columns = Columns.spec(
+            self.coverage[0].embedding,  # coverage alone is read: any query does
+            coverage=np.stack([entry.embedding for entry in self.coverage]),
+            depth_weights=np.array([entry.depth_weight for entry in self.coverage]),
+            min_relevance=-math.inf,
+        )
+        order = np.argsort(self.rows)
+        rows = self.rows[order]
+        scores = passing_scores(self.view.blocks, self.view.squared_norms, rows, columns, Factors(None, None, None))
+        novelty = np.empty(len(rows), dtype)
+        novelty[order] = scores.novelty
+        return novelty
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.asarray, (np.asarray(self),)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,6 +92,10 @@ class Ranking:
     need-weighted maximum over all sub-queries, coverage is centred or 0, and facts out for having been packed do not
     count as qualified. new_share: of those that passed the gate, the share never packed (None: none passed, or mode
     "spec"). by_sub_query: float64 [M, S], what packing by need goes by; need: [S]; feedback: see `Session.update`.
+    novelty is this mode's own factor; `spec_novelty` is the specification's. novelty_source: what it is read from.
+
+    considered: how many facts there were to rank: those that match `where`, None where that is not known. filter: that
+    `where` in words, "" for none.
 
     facts: a tuple, or of a ranking without k a sequence that makes them when they are looked at (`stored`).
 
@@ -77,8 +121,11 @@ class Ranking:
     by_sub_query: Float64 | None = None
     need: tuple[float, ...] = ()
     feedback: Feedback | None = None
+    novelty_source: Float64 | StoredNovelty | None = None
     complete: bool = True
     missing_shards: tuple[str, ...] = ()
+    considered: int | None = None
+    filter: str = ""
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -93,6 +140,15 @@ class Ranking:
         """§5.2: min(0.80, 0.15 x overlap), in [0, 0.80]."""
         penalty: Float64 = np.minimum(NGRAM_PENALTY_CAP, self.ngram_overlap * NGRAM_PENALTY_STEP)
         return penalty
+
+    @property
+    def spec_novelty(self) -> Float64:
+        """§2.2's novelty of each fact, whatever the mode (reading R38), in [0.20, 2].
+
+        In mode "spec" it is `novelty`. In the calibrated mode it is what mode "spec" would have for the same facts
+        after the same windows. A ranking without k computes it when it is read; an envelope has it.
+        """
+        return self.novelty if self.novelty_source is None else np.asarray(self.novelty_source)
 
     @property
     def guard_alert(self) -> bool:
@@ -126,7 +182,7 @@ class Ranking:
         """The facts at these positions, in this order, with the same counters."""
         chosen = np.asarray(positions, dtype=np.int64).reshape(-1)
         arrays: dict[str, Any] = {
-            name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)
+            name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray | StoredNovelty)
         }
         return replace(self, facts=taken(self.facts, chosen), **arrays)
 
@@ -314,6 +370,8 @@ class Question:
         ranking = self._ranked(scores.take(best), given.take(best), len(rows), int(np.count_nonzero(overlap)), k)
         if parts is not None:
             ranking = self._by_sub_query(ranking, positions[best], new / passed if passed else None)
+            novelty = StoredNovelty(view, scores.rows[best], self.state.coverage)
+            ranking = replace(ranking, novelty_source=novelty if k is None else np.asarray(novelty))
         return ranking, passed, new
 
     def _of_likely(
@@ -347,6 +405,8 @@ class Question:
             guard_activations=guard_activations,
             coverage_depth=len(self.state.coverage),
             store_version=self.view.version,
+            considered=len(self.view),
+            filter=self.view.filter,
         )
 
     @cached_property

@@ -51,6 +51,7 @@ class RunRecord:
                 "tokens": count_tokens_default(fact.text),
                 "fresh": fact.id not in self._packed,
                 **{name: getattr(ranking, name)[i].item() for name in BREAKDOWN},
+                "spec_novelty": ranking.spec_novelty[i].item(),
                 "place": places[i],
             }
             for i, fact in enumerate(envelope.facts)
@@ -80,7 +81,7 @@ class RunRecord:
             "facts": facts,
             "fresh": fresh,
             "repeated": len(facts) - fresh,
-            **novelty_of(ranking.novelty),
+            **novelty_of(ranking.spec_novelty),
             "topics_reached": self._reached(),
             "headers": window.headers,
             "band": window.band,

@@ -126,6 +126,11 @@ class Scored:
     score_without_guard: float
     score: float
 
+    @property
+    def spec_novelty(self) -> float:
+        """What §8.1's header is the least of (R38)."""
+        return self.novelty
+
 
 @dataclass
 class Exit:
@@ -500,12 +505,12 @@ def count_matching_ngrams(content: str, blacklist: set[NGram], n: int = NGRAM_SI
     return len(ngrams(tokenize(content), n) & blacklist)
 
 
-def guard_activations(ranking: Sequence[Scored]) -> int:
+def guard_activations(ranking: Sequence[Scored | CalibratedScored]) -> int:
     """§8.3, R25: how many facts that passed the gate got an n-gram penalty."""
     return sum(scored.ngram_penalty > 0.0 for scored in ranking)
 
 
-def guard_alert(ranking: Sequence[Scored]) -> bool:
+def guard_alert(ranking: Sequence[Scored | CalibratedScored]) -> bool:
     """§5.3, R25: whether more than 20 % of the facts that passed the gate got a penalty."""
     return len(ranking) > 0 and guard_activations(ranking) / len(ranking) > GUARD_ALERT_SHARE
 
@@ -581,11 +586,23 @@ def should_stop(
 # §8 and §9: headers and the guarantee
 
 
-def min_novelty(envelope: Sequence[Scored]) -> float | None:
-    """§8.1, R3, R13: the least novelty in the envelope, clamped to [0.20, 1]; None for an empty envelope."""
+def min_novelty(envelope: Sequence[Scored | CalibratedScored]) -> float | None:
+    """§8.1, R3, R13: the least novelty in the envelope, clamped to [0.20, 1]; None for an empty envelope.
+
+    R38: the novelty of §2.2, whatever the mode.
+    """
     if not envelope:
         return None
-    return max(MIN_NOVELTY_FLOOR, min(1.0, min(scored.novelty for scored in envelope)))
+    return max(MIN_NOVELTY_FLOOR, min(1.0, min(scored.spec_novelty for scored in envelope)))
+
+
+def check_fits(ranking: Sequence[Scored | CalibratedScored], envelope: Sequence[Scored | CalibratedScored]) -> None:
+    """R39: ValueError for an envelope that is empty although facts passed the gate.
+
+    Its token budget, its number of facts or k is too small for any of them. That is not exhaustion (exit 3).
+    """
+    if ranking and not envelope:
+        raise ValueError(f"no fact fits into the envelope, {len(ranking)} passed the gate")
 
 
 def band(coverage_score: float) -> str:
@@ -597,15 +614,15 @@ def band(coverage_score: float) -> str:
     return "low"
 
 
-def guarantee_holds(envelope: Sequence[Scored]) -> bool:
+def guarantee_holds(envelope: Sequence[Scored | CalibratedScored]) -> bool:
     """§9, R35: whether the Coverage-Score is above .40. An empty envelope has none: False."""
     score = min_novelty(envelope)
     return score is not None and score > GUARANTEE_COVERAGE_SCORE
 
 
 def headers(
-    ranking: Sequence[Scored],
-    envelope: Sequence[Scored],
+    ranking: Sequence[Scored | CalibratedScored],
+    envelope: Sequence[Scored | CalibratedScored],
     *,
     coverage_depth: int,
     completeness: float = 0.0,
@@ -616,22 +633,21 @@ def headers(
     ranking: all facts that passed the gate; envelope: those that were packed; coverage_depth: the entries of
     the coverage set at packing time, before this window's update (R14); completeness: the last one reported.
 
-    Coverage-Score is left out for an empty envelope, and both it and the completeness have two decimals
-    (R30). The completeness is there when the reason is limit-reached, Mode and Onboarding-Hint when it is
-    ckf-exhausted.
+    R39: an empty envelope has a Coverage-Score of 0.00. It and the completeness have two decimals (R30). The
+    completeness is there when the reason is limit-reached. Mode and Onboarding-Hint are there when ckf-exhausted is
+    the reason or another true exit (R39).
     """
     reason = None if exit is None else exit.reason
+    score = min_novelty(envelope)
     result = {
+        "CRP-Context-Coverage-Score": f"{0.0 if score is None else score:.2f}",
         "CRP-Context-Coverage-Depth": str(coverage_depth),
         "CRP-Context-NGram-Guard-Activations": str(guard_activations(ranking)),
         "CRP-Context-Continuation-Status": IN_PROGRESS if reason is None else reason,
     }
-    score = min_novelty(envelope)
-    if score is not None:
-        result["CRP-Context-Coverage-Score"] = f"{score:.2f}"
     if reason == LIMIT_REACHED:
         result["CRP-Quality-Completeness"] = f"{completeness:.2f}"
-    if reason == CKF_EXHAUSTED:
+    if exit is not None and CKF_EXHAUSTED in (exit.reason, *exit.also):
         result["CRP-Context-Mode"] = CKF_EXHAUSTED
         result["CRP-Onboarding-Hint"] = "ingest-more-documents-for-continued-quality"
     return result
@@ -906,12 +922,17 @@ def needs(session: CalibratedSession) -> list[float]:
 
 @dataclass
 class CalibratedScored:
-    """A fact that qualified: its score, and by sub-query what packing goes by."""
+    """A fact that qualified: its score, and by sub-query what packing goes by.
+
+    spec_novelty: §2.2's novelty of the fact, which takes no part in the score (R38).
+    """
 
     fact: Fact
     relevance: float
     score: float
     by_sub_query: list[float]
+    ngram_penalty: float = 0.0
+    spec_novelty: float = 1.0
 
 
 def calibrated_rank(
@@ -954,8 +975,8 @@ def calibrated_rank(
             covered = coverage_score(fact, session.coverage_set)
             if any(entry.depth_weight for entry in session.coverage_set):
                 fresh = novelty(max(0.0, 2.0 * (covered - math.fsum(plain) / len(plain))))
-        overlap = count_matching_ngrams(fact.content, session.ngram_blacklist)
-        factor = fact.importance_weight * fact.multiplier * fresh * (1.0 - ngram_penalty(overlap))
+        penalty = ngram_penalty(count_matching_ngrams(fact.content, session.ngram_blacklist))
+        factor = fact.importance_weight * fact.multiplier * fresh * (1.0 - penalty)
         if was_packed:
             factor *= 1.0 - session.packed_penalty
         x = [values[i] for values in columns]
@@ -965,6 +986,8 @@ def calibrated_rank(
             relevance=to_query[i],
             score=plain_score * factor if plain_score > 0.0 else plain_score,
             by_sub_query=[value * factor if value > 0.0 else value for value in x],
+            ngram_penalty=penalty,
+            spec_novelty=novelty(coverage_score(fact, session.coverage_set)),
         )
         ranking.append(scored)
     order = best_first([scored.fact for scored in ranking], [scored.score for scored in ranking])

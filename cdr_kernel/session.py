@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from cdr_kernel import session_json
 from cdr_kernel.arrays import as_vector
-from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text, counted
+from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import (
     CDR_MIN_RELEVANCE,
@@ -358,8 +358,11 @@ class Session:
         Before a window there is no report (R32): completion is then not tested. Without an envelope
         exhaustion is not tested. What equals its limit up to 1e-9 counts as equal (R10): a budget of 0.10 and
         a completeness at the threshold fire, a ratio of 0.15 does not. Changes nothing; raises as `update`
-        does for a completeness that is no number in [0, 1].
+        does for a completeness that is no number in [0, 1], and as `Envelope.check_fits` for an envelope that is
+        empty because `token_budget`, `max_facts` or k is too small (R39).
         """
+        if envelope is not None:
+            envelope.check_fits()
         completeness = None if report is None else self._check_completeness(report)
         state = self._state
         if envelope is None:
@@ -600,13 +603,7 @@ class Session:
             if not (ranking.relevance > 0.0).any():
                 return "no packed fact has a relevance above zero"
             return f"the mean novelty ratio {ratio:.3f} is below {EXHAUSTION_RATIO}"
-        if envelope.skipped:
-            return f"no fact that passed the relevance gate fits into {envelope.token_budget} tokens"
-        if ranking.qualified:
-            return f"none of the {counted(ranking.qualified, 'fact')} that passed the relevance gate was left to pack"
-        if (self.exclude_packed or envelope.ranking.new_share is not None) and state.packed:
-            return "no fact that was not packed before passed the relevance gate"
-        return "no fact passed the relevance gate"
+        return envelope.why_empty((self.exclude_packed or ranking.new_share is not None) and bool(state.packed))
 
     def _warn_of_importance(self, envelope: Envelope) -> None:
         """R11: once, when importance alone would end window 1 as if the store were exhausted."""

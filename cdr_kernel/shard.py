@@ -118,7 +118,7 @@ class Ask:
     evidence: Evidence | None = None
 
 
-ARRAYS = (*BREAKDOWN, "by_sub_query")
+ARRAYS = (*BREAKDOWN, "by_sub_query", "novelty_source")
 """Fields of a ranking that come back, one entry per fact."""
 
 
@@ -127,7 +127,7 @@ class Answer:
     """The k best facts of one shard for one session, best first: their sequence numbers and the ranking's arrays.
 
     qualified, activations: as in `Ranking`; passed, new: facts that passed the gate, and those of them never packed;
-    asked: facts that could have, counted where fewer than k did. digest: of the blacklist that was counted. facts:
+    asked: facts that could have. digest: of the blacklist that was counted. facts:
     themselves, where they were asked for.
     """
 
@@ -391,8 +391,7 @@ class Shard:
             question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
             ranking, passed, new = question.counted(k, factors)
             digest = None if ask.blacklist is None else ask.blacklist.digest
-            there = len(view) if k is not None and passed < k else 0
-            answers.append(_answer(ranking, passed, new, there, digest, whole))
+            answers.append(_answer(ranking, passed, new, len(view), digest, whole))
         return answers
 
     def _known(self, ask: Ask) -> _Known:
@@ -477,7 +476,7 @@ def _state(ask: Ask, session: Session, guard: NGramGuard | None) -> SessionState
 def _answer(ranking: Ranking, passed: int, new: int, asked: int, digest: str | None, whole: bool) -> Answer:
     return Answer(
         sequence=sequences_of(ranking.facts),
-        arrays={name: getattr(ranking, name) for name in ARRAYS},
+        arrays={name: None if (value := getattr(ranking, name)) is None else np.asarray(value) for name in ARRAYS},
         qualified=ranking.qualified,
         activations=ranking.guard_activations,
         passed=passed,

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
-from cdr_kernel.attributes import Where, where_key
+from cdr_kernel.attributes import Where, where_key, where_text
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
@@ -69,7 +69,7 @@ _BLACKLISTS_KEPT = 4  # of a session, so that replicas that lag a little are sen
 class _Window:
     """What is being asked of one version for some sessions, until when, and which shards are given up.
 
-    selection: names the filter, b"" for none; where: what each shard is given of it.
+    selection: names the filter, b"" for none; filter: says it in words; where: what each shard is given of it.
     """
 
     store: ShardedStore
@@ -77,6 +77,7 @@ class _Window:
     deadline: float
     missing: set[str] = field(default_factory=set)
     selection: bytes = b""
+    filter: str = ""
     where: Callable[[Group], Any] = lambda group: None
 
     @property
@@ -88,6 +89,7 @@ class _Window:
         """Ask only the facts of which this holds, as ``ShardedStore.checked_where`` left it."""
         if where is not None:
             self.selection = where_key(where, self.snapshot.facts, b"")
+            self.filter = where_text(where)
             self.where = (lambda group: where) if isinstance(where, Mapping) else self.spread(np.asarray(where))
 
     def sequences(self) -> dict[str, Int64]:
@@ -626,8 +628,9 @@ def _ranking(
     k: int | None,
 ) -> Ranking:
     passed = sum(answer.passed for answer in merge.answers)
+    considered = sum(answer.asked for answer in merge.answers)
     if k is not None and passed < k:
-        session.warn_of_gate(passed, sum(answer.asked for answer in merge.answers), k)
+        session.warn_of_gate(passed, considered, k)
     arrays: dict[str, Any] = dict(merge.arrays)
     if not merge.answers:
         none = {name: np.zeros(0) for name in ARRAYS}
@@ -651,6 +654,8 @@ def _ranking(
         store_version=window.snapshot.version,
         complete=not window.missing,
         missing_shards=tuple(sorted(window.missing)),
+        considered=None if window.missing else considered,
+        filter=window.filter,
         **arrays,
         **extra,
     )

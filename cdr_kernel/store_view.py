@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, take_rows
-from cdr_kernel.attributes import Value, Where, chosen, where_key
 from cdr_kernel.forks import cached_property
+from cdr_kernel.attributes import Value, Where, chosen, where_key, where_text
 from cdr_kernel.store_columns import NO_POSITION, Storage
 from cdr_kernel.token_hashes import TokenRows
 
@@ -60,6 +60,8 @@ class StoreView:
     _storage: Storage = field(repr=False)
     selection: bytes = b""
     """What tells a view of some facts (`select`) from one of others, b"" for a view of all."""
+    filter: str = ""
+    """What `select` was given, in words, "" for a view of all."""
     _selected: dict[bytes, StoreView] = field(default_factory=dict, repr=False)
 
     @property
@@ -182,7 +184,8 @@ class StoreView:
             else:
                 alive[alive] = np.asarray(where)
             alive.flags.writeable = False
-            found = replace(self, alive=alive, selection=key, _selected={})
+            text = " and ".join(filter(None, (self.filter, where_text(where))))
+            found = replace(self, alive=alive, selection=key, filter=text, _selected={})
             for old in list(self._selected)[: 1 - _SELECTIONS]:
                 self._selected.pop(old, None)
             self._selected[key] = found

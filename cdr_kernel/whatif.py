@@ -323,6 +323,7 @@ class WhatIf:
                 break
             tried.append(position)
         others = others.take(sorted(tried))
+        others = replace(others, novelty_source=None)  # packing does not read it
         padded: dict[str, Any] = {
             name: np.concatenate([value, np.zeros((1, *value.shape[1:]), value.dtype)])
             for name, value in vars(others).items()

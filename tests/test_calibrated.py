@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -26,6 +27,9 @@ from cdr_kernel import (
     run_windows,
 )
 from cdr_kernel.evidence import ask
+from cdr_kernel.files import Task
+from cdr_kernel.headers import guarantee_holds
+from cdr_kernel.record import RunRecord
 from cdr_kernel.score import Factors, passing_scores
 
 WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network", "restarts")
@@ -90,6 +94,7 @@ def check(ranking, truth, share):
         assert ranking.score[i] == pytest.approx(by_id[id].score, abs=1e-8)
         assert ranking.relevance[i] == pytest.approx(by_id[id].relevance, abs=1e-8)
         np.testing.assert_allclose(ranking.by_sub_query[i], by_id[id].by_sub_query, rtol=0, atol=1e-8)
+        assert ranking.spec_novelty[i] == pytest.approx(by_id[id].spec_novelty, abs=1e-12)
     assert (np.diff(ranking.score) <= 0).all()
     sequence = np.array([fact.sequence for fact in ranking.facts])
     assert (np.diff(sequence)[np.diff(ranking.score) == 0.0] > 0).all()
@@ -122,6 +127,11 @@ def test_windows_are_those_of_the_reference(seed, n, guarded, parts):
         for k in (0, 2):
             assert cdr_rank(query, retriever, session, k=k, multiplier=multiplier).ids == ranking.ids[:k]
         envelope = pack_facts(ranking, 4, count_tokens=lambda text: 1)
+        by_id = {s.fact.id: s for s in truth}
+        there = [by_id[id] for id in envelope.ranking.ids]
+        if there:
+            assert envelope.min_novelty == pytest.approx(reference.min_novelty(there), abs=1e-12)  # R38
+            assert guarantee_holds(envelope) == reference.guarantee_holds(there)
         in_place = [
             reference.CalibratedScored(s.fact, s.relevance, s.score, ranking.by_sub_query[ranking.ids.index(s.fact.id)])
             for s in truth
@@ -298,14 +308,79 @@ def test_scores_are_those_of_the_exact_routine(need_floor):
 
 
 def test_later_windows_compute_no_values(world, monkeypatch):
+    """But the specification's novelty of the packed facts, for the header."""
     store, items, query = world
     session, retriever = calibrated(items, guard=NGramGuard()), Retriever(store)
     window(session, store, query, retriever=retriever)
-    calls = []
-    for name in ("column_values", "score_rows", "gate_rows"):
+    calls, score_rows = [], _C.score_rows
+    for name in ("column_values", "gate_rows"):
         monkeypatch.setattr(_C, name, lambda *_, name=name: calls.append(name))
-    window(session, store, query, retriever=retriever)
+
+    def scored(*arguments):
+        calls.append(len(arguments[3]))
+        return score_rows(*arguments)
+
+    monkeypatch.setattr(_C, "score_rows", scored)
+    ranking = cdr_rank(query, retriever, session)
     assert calls == []
+    assert len(ranking) > 4 == len(pack_facts(ranking, 4, count_tokens=lambda text: 1).facts)
+    assert calls == [4]
+
+
+def test_the_header_is_the_novelty_of_the_specification(world):
+    """R38: bit-equal to what mode "spec" has for the same facts after the same windows, however they are ranked."""
+    store, items, query = world
+    session, plain = calibrated(items), Session(items, embedding_model=MODEL, min_relevance=-1.0)
+    for depth in (0.9, 0.4, 0.0):
+        envelope = window(session, store, query, ("q0",))
+        plain.update(WindowReport(0.3, ("q0",), embedding_model=MODEL), "words")
+        report = WindowReport(0.3, ("q1",), {"q1": depth}, embedding_model=MODEL)
+        session.update(report, "words")
+        plain.update(report, "words")
+        truth = cdr_rank(query, Retriever(store), plain)
+        expected = dict(zip(truth.ids, truth.spec_novelty.tolist(), strict=True))
+        assert truth.spec_novelty is truth.novelty
+        ranking = cdr_rank(query, Retriever(store), session)
+        best = cdr_rank(query, Retriever(store), session, k=5)
+        envelope = pack_facts(ranking, 4, count_tokens=lambda text: 1)
+        for made in (ranking, best, envelope.ranking, ranking.take([3, 1]), pickle.loads(pickle.dumps(ranking))):
+            assert made.spec_novelty.tolist() == [expected[id] for id in made.ids]
+        assert isinstance(envelope.ranking.novelty_source, np.ndarray)  # it does not hold on to the store
+        assert (ranking.novelty == 1.0).all()
+        assert envelope.min_novelty < 1.0
+
+
+def test_the_header_falls_while_a_run_repeats_its_topic():
+    """All facts stay new, so the mode's own measure says 1; the header says what the reader gets."""
+    r = np.random.default_rng(11)
+    centre = np.eye(8)[0]
+    store = FactStore(8, embedding_model=MODEL)
+    rows = np.concatenate([centre + 0.1 * r.standard_normal((60, 8)), r.standard_normal((300, 8))])
+    store.add([f"f{i}" for i in range(360)], [f"fact {i}" for i in range(360)], rows)
+    session = Session(
+        [SubQuery("same", "Same", "the same", centre)], embedding_model=MODEL, mode="calibrated", gate=1.0
+    )
+    windows = list(
+        run_windows(
+            lambda prompt: prompt.envelope.text,
+            centre,
+            Retriever(store),
+            session,
+            token_budget=10_000,
+            max_facts=5,
+            assess=lambda output: WindowReport(0.2, ("same",), {"same": 0.9}),
+        )
+    )
+    scores = [float(window.headers["CRP-Context-Coverage-Score"]) for window in windows]
+    assert scores[0] == 1.0
+    assert max(scores[1:]) < 0.40
+    assert min(window.envelope.new_share for window in windows) > 0.5
+    assert [window.guarantee_holds for window in windows] == [True, False, False, False, False]
+    assert [window.band for window in windows] == ["healthy", *["low"] * 4]
+    record = RunRecord(Task(0, "t", "q", 5, 5, ()))
+    told = [record.add(window) for window in windows]
+    assert [f"{each['novelty_min']:.2f}" for each in told] == [f"{score:.2f}" for score in scores]
+    assert min(fact["spec_novelty"] for fact in told[1]["facts"]) == windows[1].envelope.ranking.spec_novelty.min()
 
 
 def test_the_spec_is_the_default_and_computes_none_of_it(world):

@@ -91,8 +91,8 @@ def test_run_takes_its_settings(store, tmp_path):
     none = invoke(*arguments, "--min-relevance", "0.99")
     assert json_of(none)["exit"]["reason"] == "ckf-exhausted"
     assert "the largest cosine to the query" in none.stderr
-    tight = json_of(invoke(*arguments, "--token-budget", "1"))
-    assert tight["exit"]["detail"].endswith("fits into 1 tokens")
+    tight = fails(*arguments, "--token-budget", "1")
+    assert "token_budget: no fact fits into 1 token, 213 facts passed" in tight  # R39: not "ingest more documents"
 
 
 @pytest.mark.parametrize("mode", ["spec", "calibrated"])
@@ -102,6 +102,9 @@ def test_a_filter_that_leaves_nothing_or_little_is_named(store, mode):
     none = invoke(*run, "--where", "source=zzz").stderr
     assert "warning: the filter leaves none of the 478 facts of this store" in none
     assert "largest" not in none
+    told = json_of(invoke(*run, "--json", "--where", "source=zzz"))
+    assert told["exit"]["detail"] == "no fact matches the filter (source = 'zzz')"
+    assert told["windows"][0]["headers"]["CRP-Context-Mode"] == "ckf-exhausted"
     facts = demo.load().store
     source = facts.get(facts.ids[:1])[0].source
     some = invoke(*run, "--where", f"source={source}").stderr

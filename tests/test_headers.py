@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cdr_kernel import reference
 from cdr_kernel.constants import EXIT_REASONS
-from cdr_kernel.headers import band, crp_headers, guarantee_holds
+from cdr_kernel.headers import ONBOARDING_HINT, band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking
 from cdr_kernel.session import Session
@@ -73,12 +73,34 @@ def test_the_limit_tells_what_was_achieved():
 def test_an_exhausted_store_says_what_to_do():
     headers = crp_headers(make_envelope([], coverage_depth=4), make_session(0.74), ended("ckf-exhausted"))
     assert headers == {
+        "CRP-Context-Coverage-Score": "0.00",
         "CRP-Context-Coverage-Depth": "4",
         "CRP-Context-NGram-Guard-Activations": "0",
         "CRP-Context-Continuation-Status": "ckf-exhausted",
         "CRP-Context-Mode": "ckf-exhausted",
         "CRP-Onboarding-Hint": "ingest-more-documents-for-continued-quality",
     }
+
+
+@pytest.mark.parametrize(
+    ("reason", "also", "emitted"),
+    [
+        ("task-complete", ("ckf-exhausted",), True),
+        ("task-complete", ("limit-reached", "ckf-exhausted"), True),
+        ("limit-reached", ("ckf-exhausted", "safety-budget-depleted"), True),
+        ("ckf-exhausted", ("safety-budget-depleted",), True),
+        ("limit-reached", ("safety-budget-depleted",), False),
+        ("safety-budget-depleted", (), False),
+        (None, (), False),
+    ],
+)
+def test_exhaustion_is_told_whatever_else_is_true(reason, also, emitted):
+    for novelty, score in (([], "0.00"), ([0.2], "0.20")):
+        headers = crp_headers(make_envelope(novelty), make_session(0.5), ended(reason, also))
+        assert headers["CRP-Context-Continuation-Status"] == (reason or "in-progress")
+        assert headers["CRP-Context-Coverage-Score"] == score  # R39
+        assert headers.get("CRP-Context-Mode") == ("ckf-exhausted" if emitted else None)
+        assert headers.get("CRP-Onboarding-Hint") == (ONBOARDING_HINT if emitted else None)
 
 
 @pytest.mark.parametrize("reason", EXIT_REASONS)
@@ -130,14 +152,15 @@ def test_the_guarantee(novelty, qualified, holds):
     st.lists(st.floats(0.2, 2.0), max_size=5),
     st.floats(0.01, 1.0),
     st.sampled_from([None, *EXIT_REASONS]),
+    st.lists(st.sampled_from(EXIT_REASONS), max_size=3),
     st.integers(0, 30),
 )
-def test_headers_are_those_of_the_reference(novelty, completeness, reason, depth):
+def test_headers_are_those_of_the_reference(novelty, completeness, reason, also, depth):
     scored = [
         reference.Scored(reference.Fact([1.0]), 0.8, 1.0 - value, 0.0, value, 0, 0.0, 0.8 * value, 0.8 * value)
         for value in novelty
     ]
-    outcome = ended(reason)
+    outcome = ended(reason, also if reason else ())
     expected = reference.headers(
         scored,
         scored,

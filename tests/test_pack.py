@@ -99,6 +99,43 @@ def test_max_facts_ends_packing():
     assert len(packed(pack_facts(ranking, 100, max_facts=np.int64(9)))) == 5
 
 
+def test_an_envelope_that_nothing_fits_into_says_what_is_too_small():
+    """R39: not that the store has nothing."""
+    ranking = make_ranking(["aaaa", "bb", "ccc"])
+    for budget, more, says in (
+        (1, {}, "token_budget: no fact fits into 1 token, 3 facts passed the relevance gate and the shortest has 2:"),
+        (0, {}, "token_budget: no fact fits into 0 tokens, 3 facts passed the relevance gate: raise"),
+        (1, {"max_facts": 2}, "token_budget: no fact fits into 1 token"),
+        (9, {"max_facts": 0}, "max_facts: no fact fits into an envelope of 0 facts, 3 facts passed the relevance gate"),
+    ):
+        envelope = pack_facts(ranking, budget, count_tokens=len, **more)
+        assert (envelope.facts, envelope.coverage_score) == ((), 0.0)
+        with pytest.raises(ValueError, match=says):
+            envelope.check_fits()
+    with pytest.raises(ValueError, match=r"^k: no fact fits into an envelope of 0 facts, 3 facts passed"):
+        pack_facts(ranking.take([]), 9).check_fits()
+    pack_facts(ranking, 2, count_tokens=len).check_fits()
+    pack_facts(make_ranking([]), 0, max_facts=0).check_fits()  # the store's fault
+    away = pack_facts(make_ranking([], complete=False, missing_shards=("shard-1",)), 9)
+    with pytest.raises(TimeoutError, match="no answer came in time from 'shard-1'"):
+        away.check_fits()
+
+
+@pytest.mark.parametrize(
+    ("considered", "filter", "packed_before", "says"),
+    [
+        (7, "", False, "no fact passed the relevance gate"),
+        (None, "", False, "no fact passed the relevance gate"),
+        (7, "", True, "no fact that was not packed before passed the relevance gate"),
+        (0, "", True, "the store has no facts"),
+        (0, "(lang = 'de')", True, "no fact matches the filter (lang = 'de')"),
+        (7, "(lang = 'de')", False, "no fact that matches the filter (lang = 'de') passed the relevance gate"),
+    ],
+)
+def test_an_empty_envelope_says_why(considered, filter, packed_before, says):
+    assert pack_facts(make_ranking([], considered=considered, filter=filter), 9).why_empty(packed_before) == says
+
+
 @HYPOTHESIS
 @given(st.lists(st.integers(1, 12), max_size=12), st.integers(0, 40), st.none() | st.integers(0, 12))
 def test_packing_is_greedy(lengths, budget, max_facts):

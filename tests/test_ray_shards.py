@@ -71,7 +71,7 @@ def same(ranking, truth):
     for name in ARRAYS:
         a, b = getattr(ranking, name), getattr(truth, name)
         assert (a is None) == (b is None), name
-        assert a is None or a.tobytes() == b.tobytes(), name
+        assert a is None or a.tobytes() == np.asarray(b).tobytes(), name
     for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "new_share", "need"):
         assert getattr(ranking, name) == getattr(truth, name), name
 

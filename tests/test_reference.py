@@ -26,6 +26,7 @@ from cdr_kernel.reference import (
     band,
     cdr_rank,
     cdr_score,
+    check_fits,
     cosine,
     count_matching_ngrams,
     coverage_score,
@@ -725,13 +726,37 @@ def test_section_6_headers_of_an_exhausted_store():
 )
 def test_section_8_4_other_exits_have_only_their_status(options, status):
     assert headers([], [], coverage_depth=2, exit=exit_of(**options)) == {
+        "CRP-Context-Coverage-Score": "0.00",
         "CRP-Context-Coverage-Depth": "2",
         "CRP-Context-NGram-Guard-Activations": "0",
         "CRP-Context-Continuation-Status": status,
     }
 
 
-def test_section_8_1_coverage_score_is_the_minimum_and_absent_without_facts():
+def test_r39_exhaustion_is_told_whatever_else_is_true():
+    also = exit_of(window_count=5, envelope=[])
+    assert (also.reason, also.also) == ("limit-reached", ("ckf-exhausted",))
+    result = headers([], [], coverage_depth=2, completeness=0.5, exit=also)
+    assert result == {
+        "CRP-Context-Coverage-Score": "0.00",
+        "CRP-Context-Coverage-Depth": "2",
+        "CRP-Context-NGram-Guard-Activations": "0",
+        "CRP-Context-Continuation-Status": "limit-reached",
+        "CRP-Quality-Completeness": "0.50",
+        "CRP-Context-Mode": "ckf-exhausted",
+        "CRP-Onboarding-Hint": "ingest-more-documents-for-continued-quality",
+    }
+
+
+def test_r39_an_envelope_that_nothing_fits_into_is_an_error():
+    ranking = [scored(), scored()]
+    with pytest.raises(ValueError, match="no fact fits into the envelope, 2 passed the gate"):
+        check_fits(ranking, [])
+    check_fits(ranking, ranking[:1])
+    check_fits([], [])
+
+
+def test_section_8_1_coverage_score_is_the_minimum_of_facts():
     assert min_novelty([scored(novelty=0.9), scored(novelty=0.3), scored(novelty=2.0)]) == 0.3
     assert min_novelty([scored(novelty=2.0)]) == 1.0
     assert min_novelty([]) is None

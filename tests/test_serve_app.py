@@ -43,6 +43,7 @@ NUMBERS = [
     "ngram_penalty",
     "importance",
     "multiplier",
+    "spec_novelty",
 ]
 
 
@@ -80,6 +81,7 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
 
         own = Session(own.sub_queries, embedding_model=MODEL, mode="calibrated")
     retriever = Retriever(make_store())
+    coverage_scores = []
     for window in range(1, 4):
         answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=6, token_budget=60))
         assert answer.status_code == 200, answer.text
@@ -93,6 +95,8 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
         assert told["skipped"] == envelope.skipped
         assert told["anchor"] == own.anchor()
         assert told["exit"]["reason"] == exit.reason
+        assert told["coverage_score"] == min(1.0, *(fact["spec_novelty"] for fact in told["facts"]))
+        coverage_scores.append(answer.headers["crp-context-coverage-score"])
         headers = {k: v for k, v in answer.headers.items() if k.startswith("crp-")}
         assert headers == {k.lower(): v for k, v in crp_headers(envelope, own, exit).items()}
 
@@ -119,6 +123,7 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
         assert told["session"]["packed"] == len(own.packed)
         headers = {k: v for k, v in answer.headers.items() if k.startswith("crp-")}
         assert headers == {k.lower(): v for k, v in crp_headers(envelope, own, exit).items()}
+    assert coverage_scores[0] == "1.00" > max(coverage_scores[1:])  # in both modes (R38)
 
 
 def test_a_server_that_ranks_on_a_device_answers_the_same(tmp_path):
@@ -456,6 +461,100 @@ def test_packed_facts_may_be_named(client):
     told = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"], packed=["elsewhere"])).json()
     assert told["session"]["packed"] == 3
     assert told["exit"]["novelty_ratio"] is None
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+@pytest.mark.parametrize(
+    ("asked", "field"), [({"token_budget": 1}, "token_budget"), ({"max_facts": 0}, "max_facts"), ({"k": 0}, "k")]
+)
+def test_an_envelope_that_nothing_fits_into_is_the_requests_fault(client, mode, asked, field):
+    """R39: no exit, no advice to ingest more documents; the ranking before it stays the last one."""
+    sid = created(client, **({} if mode == "spec" else {"mode": mode, "min_relevance": None}))
+    first = client.post(f"/v1/sessions/{sid}/rank", json=rank()).json()["facts"]
+    refused = client.post(f"/v1/sessions/{sid}/rank", json=rank(**asked))
+    assert refused.status_code == 422
+    error = error_of(refused)
+    assert (error["code"], error["field"]) == ("invalid", field)
+    assert f"{field}: no fact fits into" in error["message"]
+    assert not any(name.startswith("crp-") for name in refused.headers)
+    told = client.post(f"/v1/sessions/{sid}/update", json=update()).json()
+    assert told["session"]["packed"] == len(first)
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_a_filter_that_leaves_nothing_is_exhaustion_and_named(client, mode):
+    sid = created(client, **({} if mode == "spec" else {"mode": mode, "min_relevance": None}))
+    answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(where={"source": ["doc7", "doc8"]}))
+    detail = "no fact matches the filter (source in ['doc7', 'doc8'])"
+    assert (answer.status_code, answer.json()["exit"]["detail"]) == (200, detail)
+    assert (answer.json()["coverage_score"], answer.json()["band"]) == (0.0, None)
+    headers = {name: value for name, value in answer.headers.items() if name.startswith("crp-")}
+    assert headers == {
+        "crp-context-coverage-score": "0.00",
+        "crp-context-coverage-depth": "0",
+        "crp-context-ngram-guard-activations": "0",
+        "crp-context-continuation-status": "ckf-exhausted",
+        "crp-context-mode": "ckf-exhausted",
+        "crp-onboarding-hint": "ingest-more-documents-for-continued-quality",
+    }
+    told = client.post(f"/v1/sessions/{sid}/update", json=update()).json()
+    assert told["exit"]["detail"] == detail
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_a_packed_fact_from_elsewhere_loses_no_number(client, mode):
+    """Of a fact of the store that was not ranked, and of one that is nowhere."""
+    sid = created(client, **({} if mode == "spec" else {"mode": mode, "min_relevance": None}))
+    store, own = make_store(), same_session()
+    texts = "\n".join(fact.text for fact in store.get(store.ids))
+    before = [fact["id"] for fact in client.post(f"/v1/sessions/{sid}/rank", json=rank(k=3)).json()["facts"]]
+    client.post(f"/v1/sessions/{sid}/update", json=update(["s0"], output=texts))
+    own.update(WindowReport(0.2, ("s0",)), texts, embedding_model=MODEL)
+    answer = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=3))
+    first = [fact["id"] for fact in answer.json()["facts"]]
+    numbers = {fact["id"]: fact["spec_novelty"] for fact in answer.json()["facts"]}
+    activations = answer.headers["crp-context-ngram-guard-activations"]
+    if mode == "spec":
+        assert int(activations) == answer.json()["qualified"] > 10
+    known = cdr_rank(query(), Retriever(store), own)
+    for id, novelty in zip(known.ids, known.spec_novelty.tolist(), strict=True):
+        assert numbers.get(id, novelty) == novelty
+    other = known.ids[int(np.argmin(known.spec_novelty))]
+    assert other not in first
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"], packed=[*first, other, "nowhere"]))
+    assert told.headers["crp-context-ngram-guard-activations"] == activations
+    assert told.headers["crp-context-coverage-depth"] == "1"
+    assert told.headers["crp-context-coverage-score"] == f"{known.spec_novelty.min():.2f}"
+    assert told.json()["session"]["packed"] == len({*before, *first, other, "nowhere"})
+    assert (told.json()["exit"]["novelty_ratio"] is None) == (mode == "spec")  # R11 needs each fact's own number
+
+
+def test_a_packed_fact_from_elsewhere_leaves_the_task_its_direction(client):
+    ids = {}
+    for packed in (None, ["nowhere"]):
+        sid = created(client, mode="calibrated", min_relevance=None)
+        client.post(f"/v1/sessions/{sid}/rank", json=rank(k=3))
+        client.post(f"/v1/sessions/{sid}/update", json=update(packed=packed))
+        state = client.app.state.service.tenants["default"].local.peek(sid).now.session.state
+        ids[packed is None] = state.feedback.fact_ids
+    assert ids[True] == ids[False]
+
+
+def test_what_an_update_cannot_know_is_in_no_header(client):
+    sid = created(client)
+    names = ("crp-context-ngram-guard-activations", "crp-context-coverage-score")
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s0"]))  # nothing was ranked
+    assert [told.headers.get(name) for name in names] == [None, None]
+    assert told.headers["crp-context-coverage-depth"] == "0"
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s1"], packed=["f1"]))  # a fact of the store
+    assert [told.headers.get(name) is None for name in names] == [True, False]
+    activations = client.post(f"/v1/sessions/{sid}/rank", json=rank()).headers[names[0]]
+    told = client.post(f"/v1/sessions/{sid}/update", json=update(["s2"], packed=["nowhere"]))
+    assert [told.headers.get(name) for name in names] == [activations, None]
+    client.post(f"/v1/sessions/{sid}/rank", json=rank())
+    told = client.post(f"/v1/sessions/{sid}/update", json=update([], packed=[]))
+    assert [told.headers.get(name) for name in names][1] == "0.00"
+    assert told.json()["exit"]["reason"] is None  # that nothing was packed is not the store's fault
 
 
 def test_a_ranking_of_an_earlier_state_does_not_count_for_an_update(client):

@@ -16,7 +16,7 @@ from cdr_kernel.serve import session_operations
 from cdr_kernel.serve import sessions as module
 from cdr_kernel.serve.errors import Refusal
 from cdr_kernel.serve.idempotency import Answers, Done
-from cdr_kernel.serve.kept_window import KeptWindow, envelope_of
+from cdr_kernel.serve.kept_window import KeptWindow, packed_envelope
 from cdr_kernel.serve.sessions import KEPT_ANSWERS, LocalSessions, size_of, with_answer
 
 
@@ -120,10 +120,14 @@ def test_a_kept_window_is_the_envelope_without_its_texts():
     assert back.min_novelty == envelope.min_novelty
     assert own.exit(envelope=back) == own.exit(envelope=envelope)
     assert all(fact.text == "" for fact in back.facts)
-    some = kept.envelope(envelope.ranking.ids[1:3])
-    assert some.ranking.score.tolist() == envelope.ranking.score[1:3].tolist()
-    assert kept.envelope(["nobody"]) is None
-    assert envelope_of(["x", "y"], 3).ranking.ids == ["x", "y"]
+    some = packed_envelope([*envelope.ranking.ids[1:3], "x"], back, 0, {"x": 0.3})
+    assert some.ranking.ids == [*envelope.ranking.ids[1:3], "x"]
+    assert some.ranking.score.tolist() == [*envelope.ranking.score[1:3].tolist(), 0.0]
+    assert (some.ranking.qualified, some.min_novelty) == (envelope.ranking.qualified, 0.3)
+    without = packed_envelope([*envelope.ranking.ids, "x"], back, 0)
+    assert (without.min_novelty, without.novelty_ratio()) == (envelope.min_novelty, envelope.novelty_ratio())
+    alone = packed_envelope(["x", "y"], None, 3)
+    assert (alone.ranking.ids, alone.ranking.coverage_depth) == (["x", "y"], 3)
 
 
 def test_a_changed_session_keeps_what_ranks_found_for_it(tmp_path):

@@ -553,20 +553,27 @@ def test_an_empty_envelope_says_why():
     session = make_session()
     details = [
         session.exit(None, make_envelope(0)),
-        session.exit(None, make_envelope(0, qualified=3, skipped=3)),
-        session.exit(None, make_envelope(0, qualified=3)),
         session.exit(None, make_envelope(1, relevance=-0.5)),
     ]
-    assert [outcome.reason for outcome in details] == ["ckf-exhausted"] * 4
-    assert [outcome.novelty_ratio for outcome in details] == [0.0] * 4
+    assert [outcome.reason for outcome in details] == ["ckf-exhausted"] * 2
+    assert [outcome.novelty_ratio for outcome in details] == [0.0] * 2
     assert details[0].detail == "no fact passed the relevance gate"  # R12
-    assert "fits into 100 tokens" in details[1].detail
-    assert "none of the 3 facts" in details[2].detail
-    assert details[3].detail == "no packed fact has a relevance above zero"  # R27
+    assert details[1].detail == "no packed fact has a relevance above zero"  # R27
     fussy = make_session(exclude_packed=True)
     assert fussy.exit(None, make_envelope(0)).detail == details[0].detail
     fussy.update(report(), OUTPUT, envelope=make_envelope(1))
     assert "not packed before" in fussy.exit(None, make_envelope(0)).detail
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "calibrated"}, {"max_windows": 1}])
+def test_an_envelope_that_nothing_fits_into_is_no_exhaustion(options):
+    session = make_session(**options)
+    session.update(report(), OUTPUT)
+    for empty, says in ((make_envelope(0, qualified=3, skipped=3), "100 tokens"), (make_envelope(0, qualified=3), "k")):
+        before = session.to_json()
+        with pytest.raises(ValueError, match=f"{says}.*no fact fits|no fact fits into {says}"):  # R39
+            session.exit(report(), empty)
+        assert session.to_json() == before
 
 
 def test_exhaustion_by_novelty_leaves_importance_out():

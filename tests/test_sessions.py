@@ -79,6 +79,22 @@ def test_documents_below_the_gate_and_repeated_ids_are_left_out():
     assert Sessions(session()).rerank(QUERY, [], [], [])[0] == []
 
 
+def test_an_empty_envelope_that_was_asked_for_is_refused():
+    """R39: k = 0 is no sign of an exhausted store; documents below the gate are."""
+    store = FactStore(16, embedding_model="m")
+    store.add(IDS, TEXTS, VECTORS)
+    sessions = Sessions(session())
+    for rank in (
+        lambda: sessions.rank(QUERY, Retriever(store), k=0),
+        lambda: sessions.rerank(QUERY, IDS, TEXTS, VECTORS, k=0),
+    ):
+        with pytest.raises(ValueError, match="k: no fact fits into an envelope of 0 facts, 58 facts passed"):
+            rank()
+    assert sessions.handed_out() is None
+    sessions.rerank(QUERY, ["a"], ["t"], [(-QUERY).tolist()], k=0)
+    assert sessions.exit().detail == "no fact passed the relevance gate"
+
+
 def test_bad_documents_raise():
     sessions = Sessions(session())
     for vectors in ([[0.0] * 16], [[np.nan] * 16], [[1.0] * 3]):

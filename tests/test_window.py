@@ -21,7 +21,8 @@ QUERY = np.array([1.0, 1.0, 1.0, 3.0])
 
 def make_session(**kwargs) -> Session:
     items = [SubQuery(topic, topic.upper(), f"about {topic}", np.eye(4)[i]) for i, topic in enumerate(TOPICS)]
-    return Session(items, **{"embedding_model": MODEL, "min_relevance": 0.5, **kwargs})
+    gate = {} if kwargs.get("mode") == "calibrated" else {"min_relevance": 0.5}
+    return Session(items, **{"embedding_model": MODEL, **gate, **kwargs})
 
 
 def make_retriever(importance=None, model=MODEL, per_topic=4) -> Retriever:
@@ -130,12 +131,45 @@ def test_no_unsafe_or_unsupported_window_is_written(kwargs, reason, escalate):
 
 
 def test_nothing_that_fits_is_not_nothing_that_qualifies():
-    (nothing_fits,) = run(Writer(), make_session(), token_budget=1)
-    assert "fits into 1 tokens" in nothing_fits.exit.detail
-    assert (nothing_fits.band, nothing_fits.guarantee_holds) == (None, False)
+    """R39: the one is the caller's, and no reason to ingest more documents."""
+    for options, says in (
+        ({"token_budget": 1}, "token_budget: no fact fits into 1 token, 12 facts .* the shortest has 5"),
+        ({"max_facts": 0}, "max_facts: no fact fits"),
+        ({"max_facts": None, "k": 0}, "k: no fact fits"),
+    ):
+        session, writer = make_session(), Writer()
+        before = session.to_json()
+        with pytest.raises(ValueError, match=says):
+            run(writer, session, **options)
+        assert session.to_json() == before
+        assert writer.prompts == []
     (nothing_qualifies,) = run(Writer(), make_session(min_relevance=0.999))
     assert nothing_qualifies.exit.detail == "no fact passed the relevance gate"
-    assert "CRP-Context-Coverage-Score" not in nothing_qualifies.headers
+    assert (nothing_qualifies.band, nothing_qualifies.guarantee_holds) == (None, False)
+    assert nothing_qualifies.headers["CRP-Context-Coverage-Score"] == "0.00"
+    assert nothing_qualifies.headers["CRP-Context-Mode"] == "ckf-exhausted"
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_a_filter_that_leaves_nothing_is_named(mode):
+    retriever = make_retriever()
+    retriever.store.add(["en0"], ["an English fact"], QUERY[None], attributes={"lang": ["en"]})
+    for where, detail in (
+        ({"lang": ["de", "fr"]}, "no fact matches the filter (lang in ['de', 'fr'])"),
+        ({"lang": iter(["de"]), "source": None}, "no fact matches the filter (lang = 'de' and source = None)"),
+        (np.zeros(13, bool), "no fact matches the filter (a mask)"),
+    ):
+        (window,) = run(Writer(), make_session(mode=mode), retriever=retriever, where=where)
+        assert (window.output, window.exit.reason, window.exit.detail) == (None, "ckf-exhausted", detail)
+        assert window.ranking.considered == 0
+        assert window.headers["CRP-Onboarding-Hint"]
+    gate = {"min_relevance": 0.999} if mode == "spec" else {"gate": 99.0}
+    (window,) = run(Writer(), make_session(mode=mode, **gate), retriever=retriever, where={"lang": None})
+    assert window.exit.detail == "no fact that matches the filter (lang = None) passed the relevance gate"
+    assert window.ranking.considered == 12
+    empty = Retriever(FactStore(4, embedding_model=MODEL))
+    (window,) = run(Writer(), make_session(mode=mode), retriever=empty)
+    assert window.exit.detail == "the store has no facts"
 
 
 def test_packed_facts_can_be_excluded():

@@ -35,8 +35,9 @@ class Sessions:
     ``cdr_kernel.assess`` without an embedder, which counts words. tokenizer, hash_key: those of the sessions' n-gram
     guards, where they are not the default.
 
-    What ``rank`` and ``rerank`` hand out last, per session, counts as the window's envelope. Windows of one session
-    come one after the other; many sessions may be used from many threads.
+    What ``rank`` and ``rerank`` hand out last, per session, counts as the window's envelope. One that is empty because
+    k is 0 is a ValueError (reading R39). Windows of one session come one after the other; many sessions may be used
+    from many threads.
     """
 
     def __init__(
@@ -115,10 +116,7 @@ class Sessions:
         """What the session was given since its last update; None for nothing."""
         with self._lock:
             ranking = self._rankings.get(self.get(session_id))
-        if ranking is None:
-            return None
-        tokens = sum(count_tokens_default(fact.text) for fact in ranking.facts)
-        return Envelope(ranking, tokens=tokens, token_budget=tokens, skipped=0)
+        return None if ranking is None else _envelope(ranking)
 
     def exit(self, session_id: str | None = None) -> Exit:
         """Whether to stop before the next output is written: safety, limit, exhaustion (reading R32)."""
@@ -143,9 +141,16 @@ class Sessions:
         return session.exit(report, envelope)
 
     def _remember(self, session: Session, ranking: Ranking) -> Ranking:
+        _envelope(ranking).check_fits()
         with self._lock:
             self._rankings[session] = ranking
         return ranking
+
+
+def _envelope(ranking: Ranking) -> Envelope:
+    """The whole ranking as the envelope of a window."""
+    tokens = sum(count_tokens_default(fact.text) for fact in ranking.facts)
+    return Envelope(ranking, tokens=tokens, token_budget=tokens, skipped=0)
 
 
 def breakdown(ranking: Ranking, place: int) -> dict[str, float]:

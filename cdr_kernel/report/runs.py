@@ -168,6 +168,7 @@ _FACT_OPTIONAL = {
     "coverage": float,
     "importance": float,
     "multiplier": float,
+    "spec_novelty": float,
     "ngram_overlap": int,
 }
 _LARGEST = 2**53

@@ -174,8 +174,8 @@ def _windows(runs: Sequence[Run]) -> str:
         apart = " It stands in the numbers only." if not all(run.calibrated for run in runs) else ""
         scale = (
             '<p class="note">In the calibrated mode relevance is in deviations above the store\u2019s mean, not a '
-            f"cosine.{apart} Novelty is 1 there unless coverage takes part: what is written about is less needed."
-            "</p>"
+            f"cosine.{apart} Novelty is the specification\u2019s in both modes. The calibrated mode does not score by "
+            "it: what is written about is less needed.</p>"
         )
     charts = "".join(
         f"<figure><figcaption><b>{metric.title}</b> {metric.about}</figcaption>{lines(metric, runs)}</figure>"

@@ -5,7 +5,9 @@ Without texts and vectors: what `Session.update` remembers of an envelope and wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,13 +19,13 @@ from cdr_kernel.rank import Ranking
 from cdr_kernel.store import Fact
 from cdr_kernel.task import Feedback
 
-_FLOATS = tuple(name for name in BREAKDOWN if name != "ngram_overlap")
+_FLOATS = (*(name for name in BREAKDOWN if name != "ngram_overlap"), "novelty_source")
 
 
 class KeptWindow(msgspec.Struct, frozen=True):
     """An envelope of n facts, without their texts. version: of the session that was ranked for.
 
-    numbers: the float64 arrays of a `Ranking`, one after the other, [8, n]; overlap: int32 [n].
+    numbers: the float64 arrays of a `Ranking`, one after the other, and its spec_novelty, [9, n]; overlap: int32 [n].
     """
 
     version: int
@@ -38,6 +40,8 @@ class KeptWindow(msgspec.Struct, frozen=True):
     coverage_depth: int
     store_version: int
     new_share: float | None
+    considered: int | None
+    filter: str
     feedback_ids: list[str] | None
     direction: bytes | None
     words: list[tuple[str, float]] | None
@@ -50,7 +54,9 @@ class KeptWindow(msgspec.Struct, frozen=True):
         return cls(
             version=version,
             ids=ranking.ids,
-            numbers=np.stack([getattr(ranking, name) for name in _FLOATS]).astype("<f8").tobytes(),
+            numbers=np.stack([*(getattr(ranking, name) for name in _FLOATS[:-1]), ranking.spec_novelty])
+            .astype("<f8")
+            .tobytes(),
             overlap=ranking.ngram_overlap.astype("<i4").tobytes(),
             tokens=envelope.tokens,
             token_budget=envelope.token_budget,
@@ -60,6 +66,8 @@ class KeptWindow(msgspec.Struct, frozen=True):
             coverage_depth=ranking.coverage_depth,
             store_version=ranking.store_version,
             new_share=ranking.new_share,
+            considered=ranking.considered,
+            filter=ranking.filter,
             feedback_ids=None if made is None else list(made.fact_ids),
             direction=None if made is None or made.direction is None else made.direction.astype("<f8").tobytes(),
             words=None if made is None or made.words is None else list(made.words),
@@ -71,8 +79,8 @@ class KeptWindow(msgspec.Struct, frozen=True):
         names = sum(49 + len(id) for id in self.ids) + 130 * len(self.words or ())
         return len(self.numbers) + len(self.overlap) + names + 400
 
-    def envelope(self, ids: Sequence[str] | None = None) -> Envelope | None:
-        """The envelope again; with ids, of these facts alone. None where one of them is not in it."""
+    def envelope(self) -> Envelope:
+        """The envelope again."""
         n = len(self.ids)
         numbers: dict[str, Any] = dict(
             zip(_FLOATS, np.frombuffer(self.numbers, "<f8").reshape(len(_FLOATS), n), strict=True)
@@ -91,13 +99,10 @@ class KeptWindow(msgspec.Struct, frozen=True):
             coverage_depth=self.coverage_depth,
             store_version=self.store_version,
             new_share=self.new_share,
+            considered=self.considered,
+            filter=self.filter,
             feedback=feedback,
         )
-        if ids is not None:
-            place = {id: i for i, id in enumerate(self.ids)}
-            if any(id not in place for id in ids):
-                return None
-            ranking = ranking.take([place[id] for id in dict.fromkeys(ids)])
         return Envelope(ranking, self.tokens, self.token_budget, self.skipped)
 
 
@@ -106,17 +111,44 @@ def facts_named(ids: Sequence[str]) -> tuple[Fact, ...]:
     return tuple(Fact(id, "", None, None, 1.0, i) for i, id in enumerate(ids))
 
 
-def envelope_of(ids: Sequence[str], coverage_depth: int) -> Envelope:
-    """An envelope of which only the ids are known: for what a session remembers as packed, not for its exits."""
-    n = len(ids)
-    zeros: dict[str, Any] = {name: np.zeros(n) for name in _FLOATS}
-    ranking = Ranking(
-        facts=facts_named(ids),
-        **zeros,
-        ngram_overlap=np.zeros(n, np.int32),
+def packed_envelope(
+    ids: Sequence[str], last: Envelope | None, coverage_depth: int, novelty: Mapping[str, float] = MappingProxyType({})
+) -> Envelope:
+    """The envelope of the facts that a writer got.
+
+    It has the counters of the session's last ranking, and the direction that the ranking gives the task, whatever was
+    packed. A fact in neither `last` nor `novelty` is remembered as packed and changes no number: its relevance is 0,
+    which the exit's mean leaves out (reading R27), and its novelty is 1.
+
+    Args:
+        ids: the facts, each once.
+        last: the envelope of that ranking, which has the numbers of its facts; None where there is none.
+        coverage_depth: coverage entries, where there is no ranking that counted them.
+        novelty: §2.2's novelty of other facts, by id.
+    """
+    if last is None:
+        last = Envelope(_no_ranking(coverage_depth), 0, 0, 0)
+    ranking = last.ranking
+    place = {id: i for i, id in enumerate(ranking.ids)}
+    others = [id for id in ids if id not in place]
+    place |= {id: len(ranking) + i for i, id in enumerate(others)}
+    unknown = np.zeros(len(others))
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(ranking, name), unknown]) for name in _FLOATS[:-1]}
+    added = np.array([novelty.get(id, 1.0) for id in others], np.float64)
+    arrays["novelty_source"] = np.concatenate([ranking.spec_novelty, added])
+    arrays["ngram_overlap"] = np.concatenate([ranking.ngram_overlap, unknown.astype(np.int32)])
+    ranking = replace(ranking, facts=(*ranking.facts, *facts_named(others)), **arrays)
+    return replace(last, ranking=ranking.take([place[id] for id in ids]))
+
+
+def _no_ranking(coverage_depth: int) -> Ranking:
+    none: dict[str, Any] = {name: np.zeros(0) for name in _FLOATS}
+    return Ranking(
+        facts=(),
+        **none,
+        ngram_overlap=np.zeros(0, np.int32),
         qualified=0,
         guard_activations=0,
         coverage_depth=coverage_depth,
         store_version=0,
     )
-    return Envelope(ranking, 0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ async def rank_facts(call: Call) -> Answer:
         budget = NO_BUDGET if body.token_budget is None else body.token_budget
         with service.stage("pack"):
             envelope = pack_facts(ranking, budget, max_facts=most, pack=body.pack)
+            envelope = replace(envelope, max_facts=body.max_facts)  # so that an error about k names k
             exit = session.exit(envelope=envelope)
             answer = Answer(ranked(envelope, session, exit), crp_headers(envelope, session, exit))
         return answer, KeptWindow.of(envelope, version)
@@ -200,9 +202,9 @@ def ranked(envelope: Envelope, session: Session, exit: Exit) -> schema.Ranked:
         ranking.ngram_penalty.tolist(),
         ranking.importance.tolist(),
         ranking.multiplier.tolist(),
+        ranking.spec_novelty.tolist(),
         strict=True,
     )
-    least = envelope.min_novelty
     return schema.Ranked(
         window=session.window_count + 1,
         facts=[
@@ -223,8 +225,8 @@ def ranked(envelope: Envelope, session: Session, exit: Exit) -> schema.Ranked:
         guard_activations=ranking.guard_activations,
         guard_alert=ranking.guard_alert,
         coverage_depth=ranking.coverage_depth,
-        coverage_score=least,
-        band=None if least is None else band(least),
+        coverage_score=envelope.coverage_score,
+        band=None if envelope.min_novelty is None else band(envelope.min_novelty),
         guarantee_holds=guarantee_holds(envelope),
         store_version=ranking.store_version,
         exit=exit_body(exit),

@@ -242,8 +242,12 @@ class Report(Question, kw_only=True):
 
 
 class UpdateSession(Question, kw_only=True):
-    """A window was written. report: None has the server assess the output. packed: ids of the facts the writer got;
-    None means those of the session's last ranking in this window. safety_budget: what is left of it."""
+    """A window was written. report: None has the server assess the output. safety_budget: what is left of it.
+
+    packed: ids of the facts the writer got; None means those of the session's last ranking in this window. Other ids
+    are remembered as packed too. The counters stay those of the ranking; coverage_score is over the packed facts that
+    the ranking or the store has. In mode "spec" exit 3 is then not tested: it needs the score of every packed fact.
+    """
 
     embedding_model: Name
     output: str
@@ -319,7 +323,10 @@ class RankFacts(Question, kw_only=True):
 
 
 class RankedFact(msgspec.Struct):
-    """A fact of the envelope and every number behind its place. See `Ranking`."""
+    """A fact of the envelope and every number behind its place. See `Ranking`.
+
+    novelty: the factor of its score; spec_novelty: §2.2's, which coverage_score is the least of, whatever the mode.
+    """
 
     id: str
     text: str
@@ -337,13 +344,15 @@ class RankedFact(msgspec.Struct):
     ngram_penalty: float
     importance: float
     multiplier: float
+    spec_novelty: float
 
 
 class Ranked(msgspec.Struct):
     """The envelope of a window, best first, and what goes with it.
 
     qualified: facts that passed the gate; guard_activations: of these, those with an n-gram penalty (§8.3);
-    guard_alert: more than 20 % of them (§5.3); band: §8.1; guarantee_holds: §9. exit: §6, tested before the writer.
+    guard_alert: more than 20 % of them (§5.3); coverage_score: §8.1, 0 without facts; band: §8.1, null without facts;
+    guarantee_holds: §9. exit: §6, tested before the writer.
     """
 
     window: int
@@ -354,7 +363,7 @@ class Ranked(msgspec.Struct):
     guard_activations: int
     guard_alert: bool
     coverage_depth: int
-    coverage_score: float | None
+    coverage_score: float
     band: str | None
     guarantee_holds: bool
     store_version: int

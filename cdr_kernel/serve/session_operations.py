@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
-from cdr_kernel.headers import crp_headers
+from cdr_kernel.headers import COVERAGE_SCORE, GUARD_ACTIVATIONS, crp_headers
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import Envelope
+from cdr_kernel.rank import StoredNovelty
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.errors import Refusal, invalid, not_found, unavailable
 from cdr_kernel.serve.fact_operations import done_of, keyed, replay
 from cdr_kernel.serve.idempotency import replayed
-from cdr_kernel.serve.kept_window import KeptWindow, envelope_of
+from cdr_kernel.serve.kept_window import KeptWindow, packed_envelope
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.sessions import Entry, Version, new_id, with_answer
 from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
 from cdr_kernel.session import Session
+from cdr_kernel.store import FactStore
 from cdr_kernel.task import Exit, SubQuery, WindowReport
 
 ATTEMPTS = 20
@@ -91,10 +94,11 @@ async def update_session(call: Call) -> Answer:
                 words_by_sub_query=body.report.words_by_sub_query,
             )
         kept = window if window is not None and window.version == before.number else None
-        packed, tested = _envelopes(body.packed, kept, len(twin.coverage))
-        twin.update(report, body.output, envelope=packed, embedding_model=body.embedding_model)
-        exit = twin.exit(report, tested)
-        headers = crp_headers(tested or envelope_of((), len(before.session.coverage)), twin, exit)
+        packed = _packed(body.packed, kept, before.session, call.tenant.facts.facts)
+        twin.update(report, body.output, envelope=packed.envelope, embedding_model=body.embedding_model)
+        exit = twin.exit(report, packed.tested)
+        told = packed.envelope or packed_envelope((), None, len(before.session.coverage))
+        headers = {name: value for name, value in crp_headers(told, twin, exit).items() if name not in packed.unknown}
         updated = schema.Updated(session_body(entry.id, twin), exit_body(exit), twin.anchor(), report_body(report))
         return Answer(updated, headers)
 
@@ -253,15 +257,53 @@ async def _changed(call: Call, entry: Entry, work: Change) -> Answer | None:
     return answer if committed else None
 
 
-def _envelopes(
-    packed: Sequence[str] | None, kept: KeptWindow | None, depth: int
-) -> tuple[Envelope | None, Envelope | None]:
-    """What an update remembers as packed, and what its exits test: None where the numbers are not known."""
-    if packed is None:
-        last = None if kept is None else kept.envelope()
-        return last, last
-    known = None if kept is None else kept.envelope(packed)
-    return known or envelope_of(list(dict.fromkeys(packed)), depth), known
+class _Packed(NamedTuple):
+    """What a writer got. envelope: what the session remembers; tested: what exit 3 is tested on, None where its numbers
+    are not known; unknown: headers that cannot be told."""
+
+    envelope: Envelope | None
+    tested: Envelope | None
+    unknown: frozenset[str]
+
+
+def _packed(named: Sequence[str] | None, kept: KeptWindow | None, session: Session, facts: FactStore) -> _Packed:
+    """What a writer got for the session as it is before its update.
+
+    named: ids of facts, None for those of the last ranking. kept: that ranking. facts: where the novelty of other facts
+    comes from.
+    """
+    last = None if kept is None else kept.envelope()
+    unknown = {GUARD_ACTIVATIONS, COVERAGE_SCORE} if last is None else set()
+    if named is None:
+        return _Packed(last, last, frozenset(unknown))
+    ids = list(dict.fromkeys(named))
+    ranked = set() if last is None else set(last.ranking.ids)
+    others = [id for id in ids if id not in ranked]
+    novelty = _novelty(others, session, facts)
+    envelope = packed_envelope(ids, last, len(session.coverage), novelty)
+    if len(others) < len(ids) or novelty:
+        unknown -= {COVERAGE_SCORE}
+    elif ids:
+        unknown |= {COVERAGE_SCORE}
+    if last is None:
+        tested = None
+    elif session.calibrated is not None:  # which asks how many of all ranked facts are new
+        tested = last
+    else:
+        tested = None if others or (ranked and not ids) else envelope
+    return _Packed(envelope, tested, frozenset(unknown))
+
+
+def _novelty(ids: Sequence[str], session: Session, facts: FactStore) -> dict[str, float]:
+    """§2.2's novelty of those of these facts that are in the store, by id."""
+    view, rows = facts.view(), {}
+    for id in ids:
+        with contextlib.suppress(KeyError):
+            (row,) = facts.rows_of([id]).tolist()
+            if row < view.rows and view.alive[row] and view.id_of(row) == id:  # else it was changed just now
+                rows[id] = row
+    novelty = np.asarray(StoredNovelty(view, np.array([*rows.values()], np.int64), session.coverage))
+    return dict(zip(rows, novelty.tolist(), strict=True))
 
 
 async def _sentence_vectors(call: Call, output: str) -> dict[str, Any] | None:
