@@ -38,16 +38,16 @@ def split_sentences(text: str) -> list[str]:
 
     List and heading marks at the start of a line are dropped, and so is what has no token in it.
     """
-    return list(sentences_of(text))
+    return [part for part in sentence_candidates(text) if has_token(part)]
 
 
-def sentences_of(text: str) -> Iterator[str]:
-    """`split_sentences`, one after the other."""
-    return (part for part in _parts(text) if any(tokenize(piece) for piece in pieces(part)))
+def has_token(text: str) -> bool:
+    """Whether there is a token in a text: what has none is no sentence."""
+    return any(tokenize(piece) for piece in pieces(text))
 
 
-def _parts(text: str) -> Iterator[str]:
-    """What may be a sentence, stripped; "" where there is none."""
+def sentence_candidates(text: str) -> Iterator[str]:
+    """What is a sentence of a text if it has a token, one after the other; "" where there is none."""
     for block in _blocks(text, _LINE_END):
         for line in block.splitlines():
             line = line.lstrip()
@@ -92,7 +92,7 @@ def threshold_steps(
         raise ValueError("an empty store gives no threshold: pass min_similarity")
     if len(rows) > SAMPLE_ROWS:
         rows = rows[np.arange(SAMPLE_ROWS) * len(rows) // SAMPLE_ROWS]
-    thresholds = {}
+    thresholds: dict[str, float] = {}
     for first in range(0, len(sub_queries), _GROUP):
         group = sub_queries[first : first + _GROUP]
         cosines = np.empty((len(rows), len(group)))
@@ -196,7 +196,7 @@ class WordCount:
                 yield
         total, work = len(self.sub_queries), 0
         weight = {token: math.log(total / len(places)) if total > 1 else 1.0 for token, places in holders.items()}
-        for sentence in _parts(output):
+        for sentence in sentence_candidates(output):
             length, shared = 0, set[str]()
             for piece in pieces(sentence):
                 tokens = tokenize(piece)

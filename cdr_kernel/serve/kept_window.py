@@ -6,6 +6,7 @@ Without texts and vectors: what `Session.update` remembers of an envelope and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import getsizeof
 from typing import Any
 
 import msgspec
@@ -68,8 +69,9 @@ class KeptWindow(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """About what it takes in memory."""
-        names = sum(49 + len(id) for id in self.ids) + 130 * len(self.words or ())
-        return len(self.numbers) + len(self.overlap) + names + 400
+        names = sum(8 + getsizeof(id) for id in (*self.ids, *(self.feedback_ids or ())))
+        words = sum(90 + getsizeof(word) for word, _ in self.words or ())
+        return len(self.numbers) + len(self.overlap) + len(self.direction or b"") + names + words + 400
 
     def envelope(self, ids: Sequence[str] | None = None) -> Envelope | None:
         """The envelope again; with ids, of these facts alone. None where one of them is not in it."""
