@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,20 @@ from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_array, scale_rows
 from cdr_kernel.checks import check_integer, check_number
+from cdr_kernel.steps import finish
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
-from cdr_kernel.tokens import tokenize
+from cdr_kernel.tokens import PIECE, pieces, tokenize
 
 DEFAULT_EXPECTED_WORDS = 200
 THRESHOLD_PERCENTILE = 95.0
 SAMPLE_ROWS = 20_000
 CHUNK_ROWS = 4_096
+_STEP_WORK = 1_024  # sentences and the like between two steps
+_GROUP = 64  # sub-queries whose cosines are held at once
 
-_LIST_MARK = re.compile(r"^\s*(?:[-*+•>]|#{1,6}|\d{1,3}[.)])\s+")
+_LINE_END = re.compile(r"[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")  # of str.splitlines
+_LIST_MARK = re.compile(r"(?:[-*+•>]|#{1,6}|\d{1,3}[.)])\s+")
 _SENTENCE_END = re.compile(r"(?<=[。！？])|(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+")
 
 
@@ -35,8 +38,36 @@ def split_sentences(text: str) -> list[str]:
 
     List and heading marks at the start of a line are dropped, and so is what has no token in it.
     """
-    parts = (part for line in text.splitlines() for part in _SENTENCE_END.split(_LIST_MARK.sub("", line)))
-    return [part.strip() for part in parts if tokenize(part)]
+    return [part for part in sentence_candidates(text) if has_token(part)]
+
+
+def has_token(text: str) -> bool:
+    """Whether there is a token in a text: what has none is no sentence."""
+    return any(tokenize(piece) for piece in pieces(text))
+
+
+def sentence_candidates(text: str) -> Iterator[str]:
+    """What is a sentence of a text if it has a token, one after the other; "" where there is none."""
+    for block in _blocks(text, _LINE_END):
+        for line in block.splitlines():
+            line = line.lstrip()
+            mark = _LIST_MARK.match(line)
+            for piece in _blocks(line if mark is None else line[mark.end() :], _SENTENCE_END):
+                for part in _SENTENCE_END.split(piece):
+                    yield part.strip()
+
+
+def _blocks(text: str, ends: re.Pattern[str]) -> Iterator[str]:
+    """The text in parts of `PIECE` characters or more, each up to where the pattern matches next."""
+    start, at = 0, PIECE
+    while at < len(text):
+        end = ends.search(text, at, at + PIECE)
+        if end is None:
+            at += PIECE
+            continue
+        yield text[start : end.end()]
+        start, at = end.end(), end.end() + PIECE
+    yield text[start:]
 
 
 def similarity_thresholds(store: FactStore | StoreView, sub_queries: Sequence[SubQuery]) -> dict[str, float]:
@@ -45,6 +76,13 @@ def similarity_thresholds(store: FactStore | StoreView, sub_queries: Sequence[Su
     Taken over all facts, or 20,000 of them evenly spaced. Compute it once and pass it to `assess` as
     `min_similarity`. ValueError for an empty store or another dimension, TypeError for what is no store.
     """
+    return finish(threshold_steps(store, sub_queries))
+
+
+def threshold_steps(
+    store: FactStore | StoreView, sub_queries: Sequence[SubQuery]
+) -> Generator[None, None, dict[str, float]]:
+    """`similarity_thresholds` in steps (see `steps`)."""
     targets = _unit_targets(sub_queries)
     view = view_of(store)
     if view.dim != targets.shape[1]:
@@ -54,14 +92,17 @@ def similarity_thresholds(store: FactStore | StoreView, sub_queries: Sequence[Su
         raise ValueError("an empty store gives no threshold: pass min_similarity")
     if len(rows) > SAMPLE_ROWS:
         rows = rows[np.arange(SAMPLE_ROWS) * len(rows) // SAMPLE_ROWS]
-    cosines = np.concatenate(
-        [
-            _unit_rows(view.take(rows[start : start + CHUNK_ROWS]).astype(np.float64)) @ targets.T
-            for start in range(0, len(rows), CHUNK_ROWS)
-        ]
-    )
-    percentiles = np.percentile(cosines, THRESHOLD_PERCENTILE, axis=0)
-    return {item.id: float(value) for item, value in zip(sub_queries, percentiles, strict=True)}
+    thresholds: dict[str, float] = {}
+    for first in range(0, len(sub_queries), _GROUP):
+        group = sub_queries[first : first + _GROUP]
+        cosines = np.empty((len(rows), len(group)))
+        for start in range(0, len(rows), CHUNK_ROWS):
+            some = view.take(rows[start : start + CHUNK_ROWS]).astype(np.float64)
+            cosines[start : start + CHUNK_ROWS] = _unit_rows(some) @ targets[first : first + _GROUP].T
+            yield
+        percentiles = np.percentile(cosines, THRESHOLD_PERCENTILE, axis=0)
+        thresholds |= {item.id: float(value) for item, value in zip(group, percentiles, strict=True)}
+    return thresholds
 
 
 def assess(
@@ -102,41 +143,106 @@ def assess(
     """
     if not isinstance(output, str):
         raise TypeError(f"output must be a str, got {type(output).__name__}")
-    sub_queries = _check_sub_queries(sub_queries)
-    ids = [item.id for item in sub_queries]
-    min_depth = check_number(min_depth, "min_depth", 0.0, 1.0)
-    expected_words = check_integer(expected_words, "expected_words", 0)
-    expected = [expected_words if item.expected_words is None else item.expected_words for item in sub_queries]
-    earlier = {} if written is None else written
-    before = [check_integer(earlier.get(id, 0), f"the words written on {id!r}", 0) for id in ids]
-
-    sentences = split_sentences(output)
+    count = WordCount(sub_queries, min_depth=min_depth, expected_words=expected_words)
+    count.check_written(written)
     if embed is None:
-        owners = _owners_by_words(sentences, sub_queries)
+        finish(count.by_words_steps(output))
     else:
-        thresholds = _thresholds(min_similarity, store, sub_queries, embedding_model)
-        owners = _owners_by_cosine(sentences, sub_queries, embed, thresholds)
-    words = [0] * len(ids)
-    for sentence, owner in zip(sentences, owners, strict=True):
-        if owner is not None:
-            words[owner] += len(tokenize(sentence))
+        thresholds = _thresholds(min_similarity, store, count.sub_queries, embedding_model)
+        sentences = split_sentences(output)
+        count.add(sentences, _owners_by_cosine(sentences, count.sub_queries, embed, thresholds))
+    return count.report(written, embedding_model)
 
-    depths = {
-        id: depth_from_words(now, wanted)
-        for id, now, wanted in zip(ids, words, expected, strict=True)
-        if now > 0 and (wanted == 0 or now / wanted >= min_depth)
-    }
-    done = [
-        1.0 if wanted == 0 else min(1.0, (past + now) / wanted)
-        for past, now, wanted in zip(before, words, expected, strict=True)
-    ]
-    return WindowReport(
-        completeness_score=math.fsum(done) / len(done),
-        addressed=tuple(depths),
-        depth_by_sub_query=depths,
-        words_by_sub_query={id: now for id, now in zip(ids, words, strict=True) if now},
-        embedding_model=embedding_model,
-    )
+
+class WordCount:
+    """The words of a window's output per sub-query, and the report that they make: `assess`, for an output that comes
+    sentence by sentence or is read in steps (see `steps`).
+
+    sub_queries, min_depth, expected_words: as in `assess`, which says what is raised.
+    """
+
+    def __init__(
+        self,
+        sub_queries: Sequence[SubQuery],
+        *,
+        min_depth: float = 0.15,
+        expected_words: int = DEFAULT_EXPECTED_WORDS,
+    ) -> None:
+        self.sub_queries = _check_sub_queries(sub_queries)
+        self._min_depth = check_number(min_depth, "min_depth", 0.0, 1.0)
+        default = check_integer(expected_words, "expected_words", 0)
+        self._expected = [default if item.expected_words is None else item.expected_words for item in self.sub_queries]
+        self._words = [0] * len(self.sub_queries)
+
+    def add(self, sentences: Sequence[str], owners: Sequence[int | None]) -> None:
+        """Count the words of sentences. owners: the sub-query of each by its place, None for no sub-query."""
+        for sentence, owner in zip(sentences, owners, strict=True):
+            if owner is not None:
+                self._words[owner] += sum(len(tokenize(piece)) for piece in pieces(sentence))
+
+    def add_vectors(self, sentences: Sequence[str], vectors: Any, thresholds: Mapping[str, float]) -> None:
+        """Count the words of sentences by their vectors, [n, D]. thresholds: the least cosine per sub-query id."""
+        least = [thresholds[item.id] for item in self.sub_queries]
+        self.add(sentences, _owners_by_cosine(list(sentences), self.sub_queries, lambda _: vectors, least))
+
+    def by_words_steps(self, output: str) -> Generator[None, None, None]:
+        """Count the words of an output whose sentences go to the sub-query that shares the most with them."""
+        holders: dict[str, list[int]] = {}  # of a token
+        for place, item in enumerate(self.sub_queries):
+            for piece in pieces(f"{item.label} {item.text}"):
+                for token in set(tokenize(piece)):
+                    if not (places := holders.setdefault(token, [])) or places[-1] != place:
+                        places.append(place)
+                yield
+        total, work = len(self.sub_queries), 0
+        weight = {token: math.log(total / len(places)) if total > 1 else 1.0 for token, places in holders.items()}
+        for sentence in sentence_candidates(output):
+            length, shared = 0, set[str]()
+            for piece in pieces(sentence):
+                tokens = tokenize(piece)
+                length += len(tokens)
+                shared |= holders.keys() & tokens
+                if len(piece) >= PIECE:
+                    yield
+            weights: dict[int, list[float]] = {}  # by sub-query
+            for token in shared:
+                for place in holders[token]:
+                    weights.setdefault(place, []).append(weight[token])
+            sums = {place: math.fsum(each) for place, each in weights.items()}
+            best = max(sums, key=lambda place: (sums[place], -place), default=None)
+            if best is not None and sums[best] > 0.0:
+                self._words[best] += length
+            work += 1 + length // 8 + sum(map(len, weights.values()))
+            if work >= _STEP_WORK:
+                work = 0
+                yield
+
+    def check_written(self, written: Mapping[str, int] | None) -> list[int]:
+        """The words that earlier windows wrote, by sub-query; raises as `assess` does."""
+        earlier = {} if written is None else written
+        ids = [item.id for item in self.sub_queries]
+        return [check_integer(earlier.get(id, 0), f"the words written on {id!r}", 0) for id in ids]
+
+    def report(self, written: Mapping[str, int] | None = None, embedding_model: str | None = None) -> WindowReport:
+        """The report. written: words of earlier windows by sub-query id. embedding_model: passed on."""
+        ids = [item.id for item in self.sub_queries]
+        before = self.check_written(written)
+        depths = {
+            id: depth_from_words(now, wanted)
+            for id, now, wanted in zip(ids, self._words, self._expected, strict=True)
+            if now > 0 and (wanted == 0 or now / wanted >= self._min_depth)
+        }
+        done = [
+            1.0 if wanted == 0 else min(1.0, (past + now) / wanted)
+            for past, now, wanted in zip(before, self._words, self._expected, strict=True)
+        ]
+        return WindowReport(
+            completeness_score=math.fsum(done) / len(done),
+            addressed=tuple(depths),
+            depth_by_sub_query=depths,
+            words_by_sub_query={id: now for id, now in zip(ids, self._words, strict=True) if now},
+            embedding_model=embedding_model,
+        )
 
 
 def _check_sub_queries(sub_queries: Sequence[SubQuery]) -> tuple[SubQuery, ...]:
@@ -199,20 +305,6 @@ def _owners_by_cosine(
         cosines[similar] = _unit_rows(vectors[similar]) @ targets.T
     best = cosines.argmax(axis=1)
     return [int(j) if cosines[i, j] >= thresholds[j] else None for i, j in enumerate(best)]
-
-
-def _owners_by_words(sentences: list[str], sub_queries: Sequence[SubQuery]) -> list[int | None]:
-    vocabularies = [set(tokenize(f"{item.label} {item.text}")) for item in sub_queries]
-    spread = Counter(token for vocabulary in vocabularies for token in vocabulary)
-    total = len(sub_queries)
-    weight = {token: math.log(total / n) if total > 1 else 1.0 for token, n in spread.items()}
-    owners: list[int | None] = []
-    for sentence in sentences:
-        tokens = set(tokenize(sentence))
-        shared = [math.fsum(weight[token] for token in tokens & vocabulary) for vocabulary in vocabularies]
-        best = max(range(total), key=shared.__getitem__)
-        owners.append(best if shared[best] > 0.0 else None)
-    return owners
 
 
 def _unit_targets(sub_queries: Sequence[SubQuery]) -> NDArray[np.float64]:

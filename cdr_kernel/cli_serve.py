@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -53,10 +51,22 @@ def serve(
         str | None, typer.Option(metavar="float16|bfloat16|float32|int8", help="What it holds the rows in.")
     ] = None,
     max_body_mb: Annotated[float, typer.Option(min=0.01, help="Largest request, MiB.")] = 16.0,
+    max_answer_mb: Annotated[float, typer.Option(min=0.01, help="Largest answer, MiB.")] = 64.0,
+    request_mb: Annotated[
+        float, typer.Option(min=0.01, help="Bodies of a tenant's requests that are held at once, MiB.")
+    ] = 256.0,
+    answer_mb: Annotated[
+        float, typer.Option(min=0.01, help="Answers of a tenant that their readers have not taken yet, MiB.")
+    ] = 256.0,
+    write: Annotated[
+        float, typer.Option(min=0.001, help="Seconds to read an answer, and one more for each 128 KiB of it.")
+    ] = 30.0,
     deadline: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 30.0,
     session_ttl: Annotated[float, typer.Option(min=1.0, help="Seconds that a session stays unused.")] = 3600.0,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions of a tenant in memory.")] = 10_000,
     session_mb: Annotated[int, typer.Option(min=1, help="Memory for a tenant's sessions, MiB.")] = 512,
+    redis_sessions: Annotated[int, typer.Option(min=1, help="Sessions of a tenant in Redis.")] = 100_000,
+    redis_mb: Annotated[int, typer.Option(min=1, help="Sessions of a tenant in Redis, MiB.")] = 2048,
     row_cache_mb: Annotated[int, typer.Option(min=0, help="Memory for what ranks keep, MiB a tenant.")] = 256,
     threads: Annotated[int, typer.Option(min=1, help="Threads that pack, encode and write facts.")] = 2,
     refresh: Annotated[float, typer.Option(min=0.01, help="Seconds between looks at a durable store.")] = 1.0,
@@ -69,10 +79,15 @@ def serve(
     from cdr_kernel.serve import Settings
     from cdr_kernel.serve import serve as run_server
 
-    try:
-        max_body = round(max_body_mb * 2**20)
-    except (OverflowError, ValueError):  # infinite, or no number
-        raise typer.BadParameter(f"expected a finite number, got {max_body_mb}", param_hint="--max-body-mb") from None
+    sizes = {
+        "--max-body-mb": max_body_mb,
+        "--max-answer-mb": max_answer_mb,
+        "--request-mb": request_mb,
+        "--answer-mb": answer_mb,
+    }
+    for option, size in sizes.items():
+        if not size * 2**20 < float("inf"):  # infinite, or no number
+            raise typer.BadParameter(f"expected a finite number, got {size}", param_hint=option)
     if device is not None:
         from cdr_kernel.device import check_dtype, torch_device
 
@@ -94,7 +109,11 @@ def serve(
         hash_key=None if hash_key is None else hash_key.encode(),
         embed=embed,
         redis=redis,
-        max_body=max_body,
+        max_body=round(max_body_mb * 2**20),
+        max_answer=round(max_answer_mb * 2**20),
+        request_bytes=round(request_mb * 2**20),
+        answer_bytes=round(answer_mb * 2**20),
+        write_s=write,
         max_queue=max_queue,
         max_batch=max_batch,
         rank_threads=rank_threads,
@@ -104,6 +123,8 @@ def serve(
         session_ttl_s=session_ttl,
         max_sessions=max_sessions,
         session_bytes=session_mb << 20,
+        redis_sessions=redis_sessions,
+        redis_bytes=redis_mb << 20,
         row_cache_bytes=row_cache_mb << 20,
         threads=threads,
         refresh_s=refresh,
@@ -114,12 +135,11 @@ def serve(
     )
     warnings.simplefilter("ignore", UserWarning)  # of single sessions: their numbers are in every answer
     status = run_server(settings)
-    if embed is not None:
-        from cdr_kernel.serve.embedding import runs
+    from cdr_kernel.serve.run import end_process, threads_run
 
-        if runs():  # inside of a library that an interpreter's orderly end would pull the ground from under
-            logging.shutdown()
-            os._exit(status)
+    if threads_run():  # an orderly end would wait for them, or pull the ground from under a model's library
+        end_process(status)
+    if embed is not None:
         gc.freeze()  # else the interpreter's end looks through all that the model's libraries have made: seconds
     if status:
         raise typer.Exit(status)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from cdr_kernel import _C
 from cdr_kernel.constants import NGRAM_SIZE
 from cdr_kernel.forks import Lock
+from cdr_kernel.steps import finish
 from cdr_kernel.token_hashes import (
     PROJECT_KEY,
     TOKEN_BYTES,
@@ -259,7 +260,7 @@ class NGramGuard:
         ValueError for another rank or ints outside [0, 2**64), and what the constructor raises.
         """
         guard = cls(n, tokenizer=tokenizer, hash_key=hash_key, impl=impl)
-        guard._add(guard._window(_checked_hashes(hashes)))
+        guard.add(guard._window(_checked_hashes(hashes)))
         return guard
 
     def state(self) -> dict[str, Any]:
@@ -317,9 +318,9 @@ class NGramGuard:
         if (state["tokens"] is not None) != guard._exact or (guard._exact and state["hashes"]):
             raise ValueError("the guard must have tokens if it is exact, else hashes")
         for hashes in state["hashes"]:
-            guard._add(guard._window(_checked_hashes(hashes)))
+            guard.add(guard._window(_checked_hashes(hashes)))
         for tokens in state["tokens"] or ():
-            guard._add(guard._window_of(checked_tokens(tokens)))
+            guard.add(guard._window_of(checked_tokens(tokens)))
         return guard
 
     @property
@@ -376,7 +377,8 @@ class NGramGuard:
         tokenizer = None if self._hasher.tokenizer is tokenize else self._hasher.tokenizer
         return _restored, (self.state(), tokenizer, self._hasher.hash_key, self._impl)
 
-    def _add(self, window: _Window) -> None:
+    def add(self, window: _Window) -> None:
+        """Blacklists what `window_steps` has read, of this guard or of one with the same settings."""
         with self._lock:
             self._state = self._with(self._state, window)
 
@@ -447,12 +449,22 @@ class NGramGuard:
 
     def update(self, text: str) -> None:
         """Blacklists every n-gram of a window's output (§5.1). Raises TypeError if text is not a str."""
+        self.add(finish(self.window_steps(text)))
+
+    def window_steps(self, text: str) -> Generator[None, None, _Window]:
+        """The n-grams of a window's output for `add`, in steps (see `steps`). Blacklists nothing yet.
+
+        Raises TypeError if text is not a str.
+        """
         if not isinstance(text, str):
             raise TypeError(f"text: expected str, got {type(text).__name__}")
         if self._exact:
-            self._add(self._window_of(self._hasher.tokens(text)))
-        else:
-            self._add(self._window(self._ngrams((self._hasher.hashed([text], impl=self._impl),))[1]))
+            return self._window_of(self._hasher.tokens(text))
+        block = yield from self._hasher.hashed_steps(text, impl=self._impl)
+        yield
+        hashes = self._ngrams((block,))[1]
+        yield
+        return self._window(hashes)
 
     def overlap(self, texts: Sequence[str]) -> NDArray[np.int32]:
         """How many distinct n-grams of each text are blacklisted (§5.2, R24): [M] int32.

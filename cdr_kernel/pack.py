@@ -10,7 +10,7 @@ not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from cdr_kernel.checks import check_integer, counted, few
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.score import best_first
 from cdr_kernel.session import EXHAUSTIONS
+from cdr_kernel.steps import finish
 from cdr_kernel.stored import sequences_of, text_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _ROOM = 64
 """Binary places that ratios are moved down by where their sum is beyond float64."""
 _FIRST = 64
 """Facts of a sub-query that are put in order at first."""
+_STEP = 64
+"""Facts of a step of `pack_steps`; one counts for another with each of these tokens."""
+_STEP_TOKENS = 4096
 
 
 def count_tokens_default(text: str) -> int:
@@ -235,12 +239,24 @@ def pack_facts(
     ValueError for a negative budget or limit, for a token count that is no int >= 1 and for another `pack`;
     TypeError for a budget or limit that is no int.
     """
+    return finish(pack_steps(ranking, token_budget, count_tokens=count_tokens, max_facts=max_facts, pack=pack))
+
+
+def pack_steps(
+    ranking: Ranking,
+    token_budget: int,
+    *,
+    count_tokens: Callable[[str], int] = count_tokens_default,
+    max_facts: int | None = None,
+    pack: str | None = None,
+) -> Generator[Sequence[Fact], None, Envelope]:
+    """`pack_facts` in steps (see `steps`). Each yields the facts of the envelope that it has made, none at first."""
     order = turns(ranking, pack)
     token_budget = check_integer(token_budget, "token_budget", 0)
     if max_facts is not None:
         max_facts = check_integer(max_facts, "max_facts", 0)
     packed: list[int] = []
-    tokens = skipped = 0
+    tokens = skipped = work = 0
     shortest: int | None = None
     facts = ranking.facts
     for seen in range(len(facts)):
@@ -254,6 +270,10 @@ def pack_facts(
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count_tokens must return an int >= 1, got {count!r} for fact {facts[position].id!r}")
         shortest = int(count) if shortest is None else min(shortest, int(count))
+        work += 1 + int(count) // _STEP_TOKENS
+        if work >= _STEP:
+            work = 0
+            yield ()
         if tokens + int(count) <= token_budget:
             packed.append(position)
             tokens += int(count)
@@ -262,5 +282,9 @@ def pack_facts(
             skipped += 1
     chosen = ranking.take(packed)
     source = None if chosen.novelty_source is None else chosen.spec_novelty
-    chosen = replace(chosen, facts=tuple(chosen.facts), novelty_source=source)
+    made: list[Fact] = []
+    for start in range(0, len(packed), _STEP):
+        made += (latest := chosen.facts[start : start + _STEP])
+        yield latest
+    chosen = replace(chosen, facts=tuple(made), novelty_source=source)
     return Envelope(chosen, tokens, token_budget, skipped, max_facts, shortest)

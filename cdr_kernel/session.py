@@ -15,7 +15,7 @@ import hashlib
 import math
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -46,6 +46,7 @@ from cdr_kernel.constants import (
 )
 from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
+from cdr_kernel.steps import finish
 from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import MOST_WORDS, Calibrated, CoverageEntry, Exit, Feedback, SessionState, SubQuery, WindowReport
 
@@ -322,6 +323,17 @@ class Session:
         another model or none; ValueError for an unknown sub-query, an id addressed twice, a depth of an id
         that was not addressed, a number out of range; TypeError for a wrong type.
         """
+        finish(self.update_steps(report, output, envelope=envelope, embedding_model=embedding_model))
+
+    def update_steps(
+        self,
+        report: WindowReport,
+        output: str,
+        *,
+        envelope: Envelope | None = None,
+        embedding_model: str | None = None,
+    ) -> Generator[None, None, None]:
+        """`update` in steps (see `steps`): the output's n-grams are read in pieces, then everything changes in one."""
         completeness, depths, words = self._check_report(report)
         check_text(output, "output", empty=True)
         named = {embedding_model, report.embedding_model}
@@ -332,13 +344,15 @@ class Session:
                 raise EmbeddingModelMismatch("the update of a session", own, name, advice)
         fact_ids = () if envelope is None else tuple(fact.id for fact in envelope.facts)
         found = None if envelope is None or self.calibrated is None else envelope.ranking.feedback
+        reader = self._state.guard
+        ngrams = None if reader is None else (yield from reader.window_steps(output))
         with self._lock:
             before = self._state
             number = before.window_count + 1
             guard = before.guard
-            if guard is not None:
+            if guard is not None and ngrams is not None:
                 guard = guard.copy()
-                guard.update(output)
+                guard.add(ngrams)
             coverage = before.coverage + tuple(self._entry(id, depth, number) for id, depth in depths.items())
             self._state = replace(
                 before,
@@ -443,6 +457,10 @@ class Session:
         ValueError, and nothing changed, for a branch that does not continue this session's state (one with
         more safety budget included), or that comes twice. TypeError for what is no session.
         """
+        finish(self.merge_steps(branches))
+
+    def merge_steps(self, branches: Sequence[Session]) -> Generator[None, None, None]:
+        """`merge` in steps (see `steps`), one branch at a time. Nobody else may change the session between them."""
         branches = tuple(branches)
         for branch in branches:
             if not isinstance(branch, Session):
@@ -450,30 +468,42 @@ class Session:
         if len({id(branch) for branch in branches}) < len(branches):
             raise ValueError("a branch can be merged once, got the same session twice")
         states = [branch._state for branch in branches]
-        with self._lock:
+        while True:  # again where the session was changed between the steps
             base = self._state
-            for number, (branch, state) in enumerate(zip(branches, states, strict=True)):
-                self._check_descent(base, branch, state, f"branch {number}")
-            coverage, packed = base.coverage, dict(base.packed)
-            guard = None if base.guard is None else base.guard.copy()
-            for state in states:
-                coverage += state.coverage[len(base.coverage) :]
-                for id_, window in state.packed.items():
-                    packed[id_] = max(window, packed.get(id_, 0))
-                if guard is not None and state.guard is not None:
-                    guard.merge(state.guard)
-            spent = math.fsum(base.safety_budget - state.safety_budget for state in states)
-            self._state = SessionState(
-                coverage=coverage,
-                residual=self._remaining(coverage),
-                window_count=base.window_count + sum(s.window_count - base.window_count for s in states),
-                completeness=max([base.completeness, *(state.completeness for state in states)]),
-                words={id: n + sum(state.words[id] - n for state in states) for id, n in base.words.items()},
-                packed=packed,
-                guard=guard,
-                safety_budget=max(0.0, base.safety_budget - spent),
-                feedback=_fixed(base.feedback, next((s.feedback for s in states if s.feedback is not None), None)),
-            )
+            merged = yield from self._merged_steps(base, branches, states)
+            with self._lock:
+                if self._state is base:
+                    self._state = merged
+                    return
+
+    def _merged_steps(
+        self, base: SessionState, branches: Sequence[Session], states: Sequence[SessionState]
+    ) -> Generator[None, None, SessionState]:
+        """The state after a merge."""
+        for number, (branch, state) in enumerate(zip(branches, states, strict=True)):
+            self._check_descent(base, branch, state, f"branch {number}")
+            yield
+        coverage, packed = base.coverage, dict(base.packed)
+        guard = None if base.guard is None else base.guard.copy()
+        for state in states:
+            coverage += state.coverage[len(base.coverage) :]
+            for id_, window in state.packed.items():
+                packed[id_] = max(window, packed.get(id_, 0))
+            if guard is not None and state.guard is not None:
+                guard.merge(state.guard)
+            yield
+        spent = math.fsum(base.safety_budget - state.safety_budget for state in states)
+        return SessionState(
+            coverage=coverage,
+            residual=self._remaining(coverage),
+            window_count=base.window_count + sum(s.window_count - base.window_count for s in states),
+            completeness=max([base.completeness, *(state.completeness for state in states)]),
+            words={id: n + sum(state.words[id] - n for state in states) for id, n in base.words.items()},
+            packed=packed,
+            guard=guard,
+            safety_budget=max(0.0, base.safety_budget - spent),
+            feedback=_fixed(base.feedback, next((s.feedback for s in states if s.feedback is not None), None)),
+        )
 
     def anchor(self, max_chars: int | None = None) -> str:
         """The Residual Task Anchor (§4.2, R31): what remains, in one sentence; "" when nothing does.

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, take_rows
-from cdr_kernel.forks import cached_property
 from cdr_kernel.attributes import Value, Where, chosen, where_key, where_text
+from cdr_kernel.forks import cached_property
 from cdr_kernel.store_columns import NO_POSITION, Storage
 from cdr_kernel.token_hashes import TokenRows
 

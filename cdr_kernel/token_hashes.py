@@ -9,7 +9,7 @@ A text is tokenised once in its life and each token hashed with SipHash-1-3 to 5
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import _C
-from cdr_kernel.tokens import Tokenizer, ascii_form, checked_tokens, tokenize, tokenizer_name_of
+from cdr_kernel.tokens import PIECE, Tokenizer, ascii_form, checked_tokens, pieces, tokenize, tokenizer_name_of
 
 HashKey: TypeAlias = "bytes | int"
 TokenBlock: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.uint8]]"
@@ -119,6 +119,23 @@ class TokenHasher:
             lengths += map(len, rows)
             hashes.append(self._hash_tokens([token for row in rows for token in row], compiled))
         return offsets_of(lengths), np.concatenate(hashes) if hashes else np.zeros(0, np.uint8)
+
+    def hashed_steps(self, text: str, *, impl: str | None = None) -> Generator[None, None, TokenBlock]:
+        """`hashed` of one text, in steps of a piece of it; a tokenizer other than `tokenize` takes it in one."""
+        if self.tokenizer is not tokenize or len(text) <= PIECE:
+            return self.hashed([text], impl=impl)
+        if checked_impl(impl) == "cpp":
+            folded = []
+            for piece in pieces(text):
+                folded.append(_folded(piece))
+                yield
+            parts = [part.encode() if isinstance(part, str) else part for part in folded]
+            return _C.hash_texts([b" ".join(parts)], key=self._key, bits=_hash_bits)
+        tokens: list[str] = []
+        for piece in pieces(text):
+            tokens += tokenize(piece)
+            yield
+        return self.hashed_tokens(tokens, impl=impl)
 
     def hashed_tokens(self, tokens: Sequence[str], *, impl: str | None = None) -> TokenBlock:
         """As `hashed`, for one text that is tokenised already."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Final, Protocol
 
@@ -17,6 +17,11 @@ DEFAULT_TOKENIZER: Final = "nfkc-casefold-1"
 
 _LONG_RUN: Final = 256
 _PROBE: Final = 32
+
+PIECE: Final = 1 << 16
+"""Characters that `pieces` puts into one piece where it can."""
+_cut_after = re.compile(r"""[\s.,;:!?()\[\]{}'"/\\|_…、。，！？-]""").search  # no mark joins these, as it joins = and >
+_cut_before = re.compile("[\u0e01-\u0e2e\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff]").search  # each starts a token
 
 _SPACELESS: Final = (
     (0x0E00, 0x0E7F),  # Thai
@@ -133,6 +138,30 @@ def tokenize(text: str) -> list[str]:
         raise TypeError(f"text: expected str, got {type(text).__name__}")
     plain = ascii_form(text)
     return _ascii_tokens(plain.lower()) if plain.isascii() else _unicode_tokens(_nfkc(text).casefold())
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """The text in pieces of about `size` characters: the tokens of the pieces, one after the other, are the text's.
+
+    A piece ends after a space or a punctuation mark, or before a letter of a script without spaces. A run without any
+    of these stays whole.
+    """
+    start = 0
+    while len(text) - start > size:
+        end = start + size
+        cut = max(text.rfind(" ", start, end), text.rfind("\n", start, end)) + 1 or _next_cut(text, end, size)
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _next_cut(text: str, place: int, size: int) -> int:
+    """The first place from this one on where a text may be cut; its length where there is none."""
+    for at in range(place, len(text), size):
+        after, before = _cut_after(text, at - 1, at + size), _cut_before(text, at, at + size)
+        if after or before:
+            return min(after.end() if after else len(text), before.start() if before else len(text))
+    return len(text)
 
 
 def ascii_form(text: str) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -121,6 +122,18 @@ def created(client, headers=None, **settings):
     answer = client.post("/v1/sessions", json=new_session(**settings), headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()["id"]
+
+
+def hold_pool(client, release, seconds=60.0):
+    """Work of another tenant that holds all threads of the pool until `release` is set: futures of it."""
+    pool, threads = client.app.state.service.pool, client.app.state.service.settings.threads
+    hold = partial(pool.run, "another", "hold", partial(release.wait, seconds))
+    held = [client.portal.start_task_soon(hold) for _ in range(threads)]
+    until = time.monotonic() + seconds
+    while len(pool.running()) < threads:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    return held
 
 
 def error_of(answer):

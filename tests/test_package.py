@@ -66,7 +66,7 @@ EDGES = {
 }
 LADDER = [
     {"_C", "constants", "damage", "forks"},
-    {"reference", "arrays", "checks", "folder", "tokens"},
+    {"arrays", "checks", "folder", "reference", "steps", "tokens"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
     {"store_columns"},

@@ -14,6 +14,7 @@ from serving import (
     b64,
     created,
     error_of,
+    hold_pool,
     make_store,
     new_session,
     query,
@@ -366,7 +367,7 @@ def test_a_deadline_that_passes_is_504_and_changes_nothing(client):
     service = client.app.state.service
     for path, body in ((f"/v1/sessions/{sid}/update", update()), (f"/v1/sessions/{sid}/rank", rank())):
         release, answers = threading.Event(), []
-        blocked = [service.pool.submit(release.wait, 60) for _ in range(service.settings.threads)]
+        blocked = hold_pool(client, release)
 
         def send(path=path, body=body, answers=answers):
             answers.append(client.post(path, json=body, headers={"CDR-Deadline-Ms": "400"}))
@@ -374,7 +375,7 @@ def test_a_deadline_that_passes_is_504_and_changes_nothing(client):
         thread = threading.Thread(target=send)
         try:
             thread.start()
-            while thread.is_alive() and not service.pool._work_queue.qsize():
+            while thread.is_alive() and not service.pool.waiting("default"):
                 time.sleep(0.002)
             time.sleep(0.5)  # what waits in the pool is late now
         finally:
@@ -394,7 +395,7 @@ def test_more_than_the_queue_takes_is_429_at_once(folder):
     with serving(folder, max_queue=2, deadline_s=20) as client:
         service = client.app.state.service
         release = threading.Event()
-        blocked = [service.pool.submit(release.wait, 30) for _ in range(service.settings.threads)]
+        blocked = hold_pool(client, release, 30)
         answers = []
         threads = [
             threading.Thread(target=lambda: answers.append(client.post("/v1/sessions", json=new_session())))

@@ -13,8 +13,9 @@ from commands import invoke
 from serving import DIM, MODEL, bearer, created, error_of, make_store, serving, update, write_keys
 
 from cdr_kernel.serve import Settings
-from cdr_kernel.serve.embedding import BATCH, Embedding, runs
+from cdr_kernel.serve.embedding import BATCH, Embedding
 from cdr_kernel.serve.errors import Refusal
+from cdr_kernel.serve.run import threads_run
 from cdr_kernel.serve.service import Service
 
 
@@ -49,7 +50,7 @@ def model():
 def embedding():
     made = Embedding()
     yield made
-    made.close()
+    assert made.close(soon())
 
 
 def soon(seconds=60.0):
@@ -114,16 +115,18 @@ def test_what_a_model_raises_goes_to_the_one_who_asked(embedding, model):
     assert fine.tolist() == [vector("b").tolist()]
 
 
-def test_closing_does_not_wait_for_a_model_and_takes_no_more(model, monkeypatch):
-    monkeypatch.setattr("cdr_kernel.serve.embedding.JOIN_S", 0.01)
+def test_closing_does_not_wait_for_a_model_and_takes_no_more(model):
     embedding = Embedding()
 
     async def run():
         held = asyncio.create_task(embedding.rows(model, ["held"], soon(0.5)))
         waits = asyncio.create_task(embedding.rows(model, ["waits"], soon(0.5)))
         await asyncio.to_thread(model.entered.wait, 60)
-        embedding.close()
-        assert runs()
+        assert not embedding.close(soon(0.01))
+        assert threads_run()
+        (running,) = embedding.running()
+        assert (running["tenant"], running["job"]) == ("default", "embed")
+        assert any("__call__" in frame for frame in running["where"])  # of the model, which waits
         with pytest.raises(Refusal) as caught:
             await embedding.rows(model, ["more"], soon())
         assert caught.value.status == 503
@@ -131,8 +134,8 @@ def test_closing_does_not_wait_for_a_model_and_takes_no_more(model, monkeypatch)
 
     asyncio.run(run())
     model.open.set()
-    embedding._thread.join(60)
-    assert not embedding._thread.is_alive()
+    assert embedding.close(soon())
+    assert embedding.running() == []
     assert model.batches == [["held"]]
 
 

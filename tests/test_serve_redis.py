@@ -29,6 +29,7 @@ from cdr_kernel import Retriever, WindowReport, cdr_rank, pack_facts
 from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.redis_sessions import Redis
 from cdr_kernel.serve.sessions import LocalSessions, new_id
+from cdr_kernel.serve.turns import Turns
 
 redis = pytest.importorskip("redis", reason="needs the redis extra")
 
@@ -235,6 +236,32 @@ def test_a_replica_does_not_serve_what_another_has_changed(replicas):
         assert reader.post(f"/v1/sessions/{sid}/rank", json=rank()).json()["window"] == window + 1
 
 
+def test_redis_holds_no_more_of_a_tenant_than_it_may(folder, server):
+    """The least recently used session goes for all replicas, and what expires is not counted any more."""
+    keys = write_keys(folder.parent / "keys.json", acme="a")
+    own = bearer("a")
+    settings = {"redis": server.url, "keys": keys}
+    with serving(folder, redis_sessions=3, **settings) as one, serving(folder, redis_sessions=3, **settings) as two:
+        ids = [created(client, headers=own) for client in (one, two, one)]
+        assert two.get(f"/v1/sessions/{ids[0]}", headers=own).status_code == 200  # the second is the oldest now
+        ids.append(created(two, headers=own))
+        found = [one.get(f"/v1/sessions/{id}", headers=own).status_code for id in ids]
+        assert found == [200, 404, 200, 200]
+        sizes = server.client.hgetall("cdr:acme:session::sizes")
+        told = {name: int(size) for name, size in sizes.items()}
+        assert told.pop(b"") == sum(told.values())
+        assert set(told) == {ids[i].encode() for i in (0, 2, 3)}
+        assert told[ids[0].encode()] == server.client.hstrlen(f"cdr:acme:session:{ids[0]}", "data")
+        one.post(f"/v1/sessions/{ids[0]}/rank", json=rank(), headers=own)
+        after = int(server.client.hget("cdr:acme:session::sizes", ids[0]))
+        assert after == told[ids[0].encode()] + server.client.hstrlen(f"cdr:acme:session:{ids[0]}", "window")
+        assert one.delete(f"/v1/sessions/{ids[0]}", headers=own).status_code == 200
+        assert int(server.client.hget("cdr:acme:session::sizes", "")) == sum(told.values()) - told[ids[0].encode()]
+    with serving(folder, redis_bytes=told[ids[2].encode()] * 3 // 2, **settings) as client:
+        ids = [created(client, headers=own) for _ in range(3)]
+        assert [client.get(f"/v1/sessions/{id}", headers=own).status_code for id in ids] == [404, 404, 200]
+
+
 @pytest.fixture
 def stores(server):
     """Runs a coroutine function with the sessions of two replicas in one loop."""
@@ -244,7 +271,8 @@ def stores(server):
             connections = [Redis(server.url) for _ in "ab"]
             settings = Settings(store="s")
             made = [
-                each.sessions("t", LocalSessions(ttl_s=60, most=10, max_bytes=2**30), settings) for each in connections
+                each.sessions("t", LocalSessions(ttl_s=60, most=10, max_bytes=2**30), settings, Turns("cdr-work"))
+                for each in connections
             ]
             try:
                 return await work(*made)

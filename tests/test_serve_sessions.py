@@ -9,7 +9,7 @@ import time
 import weakref
 
 import pytest
-from serving import MODEL, created, make_store, new_session, rank, same_session, serving, update
+from serving import MODEL, created, hold_pool, make_store, new_session, rank, same_session, serving, update
 
 from cdr_kernel import Retriever, WindowReport, cdr_rank, pack_facts
 from cdr_kernel.serve import session_operations
@@ -166,13 +166,13 @@ def crowd(client, sends, seconds=60.0):
     service, answers = client.app.state.service, []
     (entry,) = service.tenants["default"].local._entries.values()
     go = threading.Event()
-    held = [service.pool.submit(go.wait, 120) for _ in range(service.settings.threads)]
+    held = hold_pool(client, go, 120)
     threads = [threading.Thread(target=lambda send=send: answers.append(send())) for send in sends]
     try:
         for i, thread in enumerate(threads, start=1):
             thread.start()
             until = time.monotonic() + seconds
-            while service.pool._work_queue.qsize() + len(entry.lock._waiters or ()) < i:  # its work, or its turn
+            while service.pool.waiting("default") + len(entry.lock._waiters or ()) < i:  # its work, or its turn
                 assert time.monotonic() < until
                 time.sleep(0.002)
         go.set()

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 import cdr_kernel
 from cdr_kernel.serve import schema
+from cdr_kernel.serve.budget import Held
 from cdr_kernel.serve.door import DEADLINE, Door
 from cdr_kernel.serve.errors import ErrorBody, ErrorDetail, Refusal, invalid, of_library
 from cdr_kernel.serve.idempotency import HEADER as IDEMPOTENCY_KEY
@@ -24,7 +25,7 @@ from cdr_kernel.serve.logs import failed as log_failed
 from cdr_kernel.serve.metrics import CONTENT_TYPE
 from cdr_kernel.serve.openapi import document
 from cdr_kernel.serve.operations import OPERATIONS, Operation
-from cdr_kernel.serve.service import FAILED, READY, Call, Service
+from cdr_kernel.serve.service import CLOSE_S, FAILED, READY, Call, Service
 from cdr_kernel.serve.settings import Settings
 
 SMALL = 65_536
@@ -59,7 +60,8 @@ def build(
             yield
         finally:
             fresh.cancel()
-            await loading
+            await asyncio.wait({loading}, timeout=CLOSE_S)
+            loading.cancel()
             await asyncio.to_thread(service.close)
             if service.shared is not None:
                 await service.shared.close()
@@ -85,7 +87,7 @@ def build(
 
 async def _load(service: Service, failed: Callable[[Exception], object] | None) -> None:
     try:
-        await asyncio.to_thread(service.load)
+        await service.loading.run("all", "opening the stores", service.load)
     except Exception as error:  # whatever is wrong with a store: nothing can be served
         service.state, service.problem = FAILED, error
         log_failed(error)
@@ -102,8 +104,9 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
         try:
             deadline = since + _allowed(request.headers.get(DEADLINE), service.settings.deadline_s)
             key = check_key(request.headers.get(IDEMPOTENCY_KEY)) if operation.keyed else None
+            held: Held = request.state.held
             async with service.reading(deadline):
-                raw = await _body(request, service.settings.max_body)
+                raw = await _body(request, service.settings.max_body, held)
             call = Call(
                 service=service,
                 tenant=request.state.tenant,
@@ -111,17 +114,24 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
                 body=None,
                 deadline=deadline,
                 key=key,
-                digest=digest_of(request.method, request.url.path, raw) if key else "",
+                digest="",
+                label=f"{operation.name} {request.state.request_id}",
+                msgpack=schema.wants_msgpack(request.headers.get("accept")),
+                held=held,
             )
-            if operation.body is not None:
-                kind, media = operation.body, request.headers.get("content-type")
-                with service.stage("decode"):
-                    if len(raw) <= SMALL:
-                        call.body = schema.decode(raw, media, kind)
-                    else:
-                        call.body = await call.thread(lambda: schema.decode(raw, media, kind))
+            with service.stage("decode"):
+                decode = _decode(call, request, operation, raw)
+                if len(raw) <= SMALL:
+                    decode()
+                else:
+                    await call.thread(decode)
+            del raw, decode  # the struct has it all
             call.check_deadline()
             answer = await operation.run(call)
+            if answer.encoded is None:
+                answer = call.answer(answer.value, answer.headers, applied=operation.keyed)
+            assert answer.encoded is not None
+            held.take_answer(len(answer.encoded), applied=operation.keyed)
         except Refusal as refusal:
             return _refused(request, refusal.status, refusal.detail, refusal.headers)
         except Exception as error:
@@ -129,11 +139,21 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
             if refusal_ is None:
                 raise
             return _refused(request, refusal_.status, refusal_.detail, refusal_.headers)
-        with service.stage("encode"):
-            body, media = schema.encode(answer.value, schema.wants_msgpack(request.headers.get("accept")))
-        return Response(body, 200, answer.headers, media)
+        return Response(answer.encoded, 200, answer.headers, schema.MSGPACK if call.msgpack else schema.JSON)
 
     return endpoint
+
+
+def _decode(call: Call, request: Request, operation: Operation, raw: bytes) -> Callable[[], None]:
+    """What puts the body into a call, and its digest for an Idempotency-Key."""
+
+    def decode() -> None:
+        if call.key is not None:
+            call.digest = digest_of(request.method, request.url.path, raw)
+        if operation.body is not None:
+            call.body = schema.decode(raw, request.headers.get("content-type"), operation.body)
+
+    return decode
 
 
 def _allowed(given: str | None, most: float) -> float:
@@ -145,17 +165,22 @@ def _allowed(given: str | None, most: float) -> float:
     return min(most, int(given) / 1e3)
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """The body. Raises `Refusal` 413 before it is read where it says how long it is, else once it is too long."""
+async def _body(request: Request, most: int, held: Held) -> bytes:
+    """The body, which is counted. Raises `Refusal` 413 or 429 before it is read where it says how long it is, else once
+    it is too long."""
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
+    told = int(length) if length.isdecimal() else 0
+    if told > most:
         raise _too_large(most, length)
+    held.take_request(told)
     parts, size = [], 0
     try:
         async for part in request.stream():
             size += len(part)
             if size > most:
                 raise _too_large(most, f"more than {most}")
+            if size > held.request_bytes:
+                held.take_request(len(part))
             parts.append(part)
     except ClientDisconnect:  # nobody is there to read this
         raise Refusal(400, "disconnected", "the client went away before its body was whole") from None

@@ -7,6 +7,7 @@ core waits; the C++ core releases the GIL and has threads of its own. Tenants ta
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ import msgspec
 from cdr_kernel.rank import Ranking, rank_many
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.serve.errors import late, overloaded, unavailable
+from cdr_kernel.serve.keys import DEFAULT_TENANT
+from cdr_kernel.serve.turns import where
 from cdr_kernel.session import Session
 
 
@@ -50,8 +53,9 @@ class Ask:
 class Lane:
     """The queue of one tenant over one retriever."""
 
-    def __init__(self, retriever: Retriever) -> None:
+    def __init__(self, retriever: Retriever, tenant: str = DEFAULT_TENANT) -> None:
         self.retriever = retriever
+        self.tenant = tenant
         self.waiting: deque[Ask] = deque()
 
 
@@ -75,6 +79,7 @@ class Batcher:
         self._report = report
         self._turn = threading.Condition()
         self._lanes: deque[Lane] = deque()  # those with someone waiting, in the order of their turns
+        self._current: dict[threading.Thread, Lane] = {}  # whose batch a thread ranks
         self._closed = False
         self._threads = [threading.Thread(target=self._run, name="cdr-rank", daemon=True) for _ in range(threads)]
         for thread in self._threads:
@@ -99,13 +104,25 @@ class Batcher:
         except TimeoutError:
             raise late() from None
 
-    def close(self) -> None:
-        """Rank whoever still waits, then end the threads."""
+    def running(self) -> list[dict[str, Any]]:
+        """What is ranked now, as `Turns.running` says it."""
+        with self._turn:
+            current = list(self._current.items())
+        frames = sys._current_frames()
+        return [
+            {"thread": thread.name, "tenant": lane.tenant, "job": "rank", "where": where(frames.get(thread.ident or 0))}
+            for thread, lane in current
+        ]
+
+    def close(self, until: float = float("inf")) -> bool:
+        """Rank whoever still waits, then end the threads; wait for that until this moment (`time.monotonic`). Whether
+        all have ended."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until == float("inf") else max(0.0, until - monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while self._next():
@@ -122,8 +139,11 @@ class Batcher:
             batch = self._take(lane)
             if lane.waiting:
                 self._lanes.append(lane)
+            self._current[threading.current_thread()] = lane
         if batch:
             self._rank(lane, batch)
+        with self._turn:
+            del self._current[threading.current_thread()]
         return True
 
     def _take(self, lane: Lane) -> list[Ask]:

@@ -9,11 +9,13 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from cdr_kernel.serve import schema
+from cdr_kernel.serve.budget import Held
 from cdr_kernel.serve.errors import ErrorBody, Refusal, internal, overloaded, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, bearer
-from cdr_kernel.serve.logs import fault, lost, request_line
+from cdr_kernel.serve.logs import fault, lost, request_line, unread
 from cdr_kernel.serve.service import DRAINING, LOADING, READY, Service, Tenant
 from cdr_kernel.serve.sessions import new_id
+from cdr_kernel.serve.writer import Writer
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -60,10 +62,11 @@ class Door:
         state["request_id"] = given if _ID.fullmatch(given) else new_id()
         state["operation"] = "none"
         status = 500
-        sent, started, done = 0, False, False
+        sent, started = 0, False
+        writer = Writer(send, scope, service.settings.write_s)
 
         async def respond(message: Message) -> None:
-            nonlocal status, sent, started, done
+            nonlocal status, sent, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 extra = [(REQUEST_ID.lower().encode(), state["request_id"].encode())]
@@ -72,8 +75,7 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif message["type"] == "http.response.body":
                 sent += len(message.get("body", b""))
-            await send(message)
-            done = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await writer.send(message)
 
         tenant: Tenant | None = None
         service.accepted += 1
@@ -88,10 +90,11 @@ class Door:
                     await refuse(refusal, state["request_id"], headers.get(b"accept", b""), respond)
                     return refusal.status
                 tenant.in_flight += 1
-                state["tenant"] = tenant
+                state["tenant"], state["held"] = tenant, Held(tenant.requests, tenant.answers)
             await self._app(scope, receive, respond)
         except asyncio.CancelledError:
-            lost(state["request_id"], state["operation"])
+            if not started:
+                lost(state["request_id"], state["operation"])
             raise
         except Exception as error:  # nobody foresaw it: the log says where it came from, the answer does not
             fault(error, state["request_id"])
@@ -101,7 +104,11 @@ class Door:
         finally:
             if tenant is not None:
                 tenant.in_flight -= 1
-            service.completed += done
+                state["held"].release()
+            service.completed += writer.taken
+            if started and not writer.taken:
+                service.unread += 1
+                unread(state["request_id"], state["operation"], sent)
             seconds = perf_counter() - start
             service.metrics.in_flight.dec()
             service.metrics.requests.labels(state["operation"], str(status)).inc()
@@ -134,6 +141,7 @@ class Door:
         tenant = service.tenants[name]
         if tenant.in_flight >= service.settings.max_queue:
             raise overloaded()
+        tenant.answers.check()
         return tenant
 
 

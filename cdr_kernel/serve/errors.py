@@ -113,9 +113,15 @@ def quarantined(id: str, reason: str | None) -> Refusal:
     return Refusal(404, "quarantined", f"the fact {id!r} is quarantined{why}: it is in no ranking until it is released")
 
 
-def overloaded() -> Refusal:
+def overloaded(message: str = "too many requests at once, try again") -> Refusal:
     """Too much at once."""
-    return Refusal(429, "overloaded", "too many requests at once, try again", headers={"Retry-After": "1"})
+    return Refusal(429, "overloaded", message, headers={"Retry-After": "1"})
+
+
+def too_large_answer(most: int, size: int | None = None, field: str = "the answer") -> Refusal:
+    """An answer that would be too large. field: what of the request makes it so; size: None where it is not known."""
+    expected = f"what makes an answer of at most {most} bytes (--max-answer-mb): ask for less at a time"
+    return invalid(field, expected, f"{'more' if size is None else size} bytes", status=413, code="too_large")
 
 
 def late() -> Refusal:

@@ -9,7 +9,7 @@ import msgspec
 
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.errors import not_found, quarantined
-from cdr_kernel.serve.idempotency import Done, replayed
+from cdr_kernel.serve.idempotency import LARGEST_BODY, Done, replayed
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.stores import Facts
 
@@ -83,18 +83,20 @@ async def get_fact(call: Call) -> Answer:
     """A fact as it is stored."""
     facts, id = call.tenant.facts, call.params["fact_id"]
 
-    def read() -> schema.FactBody:
+    def read() -> Answer:
         try:
             fact = facts.facts.get([id])[0]
         except KeyError:
             if id in facts.quarantined:
                 raise quarantined(id, facts.quarantined[id]) from None
             raise not_found("fact") from None
-        return schema.FactBody(
-            fact.id, fact.text, fact.source, fact.position, fact.importance, fact.sequence, dict(fact.attributes)
+        return call.answer(
+            schema.FactBody(
+                fact.id, fact.text, fact.source, fact.position, fact.importance, fact.sequence, dict(fact.attributes)
+            )
         )
 
-    return Answer(await call.thread(read))
+    return await call.thread(read)
 
 
 async def delete_fact(call: Call) -> Answer:
@@ -132,7 +134,7 @@ async def stats(call: Call) -> Answer:
 
 async def _written(call: Call, write: Callable[[], Any]) -> Answer:
     with call.service.stage("write"):
-        return Answer(await call.thread(write, writes=True))
+        return Answer(await call.write(write))
 
 
 async def once(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -162,8 +164,14 @@ async def keyed(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
 
 
 def done_of(call: Call, answer: Answer) -> Done:
-    """An answer as it is kept for its key."""
-    return Done(call.digest, 200, answer.headers, schema.encode(answer.value, True)[0])
+    """An answer as it is kept for its key: one that is large as a note that the request was done."""
+    about = getattr(answer.value, "session", answer.value)
+    session = about.id if isinstance(about, schema.SessionBody) else None
+    size = 0 if answer.encoded is None else len(answer.encoded)
+    if size > 4 * LARGEST_BODY:  # larger in msgpack too
+        return Done(call.digest, 200, {}, b"", size, session)
+    done = Done(call.digest, 200, answer.headers, schema.encode(answer.value, True)[0], session=session)
+    return done if len(done.body) <= LARGEST_BODY else done.without_body()
 
 
 def replay(done: Done) -> Answer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from sys import getsizeof
 from types import MappingProxyType
 from typing import Any
 
@@ -76,8 +77,9 @@ class KeptWindow(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """About what it takes in memory."""
-        names = sum(49 + len(id) for id in self.ids) + 130 * len(self.words or ())
-        return len(self.numbers) + len(self.overlap) + names + 400
+        names = sum(8 + getsizeof(id) for id in (*self.ids, *(self.feedback_ids or ())))
+        words = sum(90 + getsizeof(word) for word, _ in self.words or ())
+        return len(self.numbers) + len(self.overlap) + len(self.direction or b"") + names + words + 400
 
     def envelope(self) -> Envelope:
         """The envelope again."""

@@ -61,6 +61,12 @@ def lost(request_id: str, operation: str) -> None:
     event("lost", logging.ERROR, request_id=request_id, operation=operation, what=what)
 
 
+def unread(request_id: str, operation: str, size: int) -> None:
+    """Log that a client did not take its answer: it read too slowly, or went away."""
+    what = "the client did not take the answer in time, or went away"
+    event("unread", logging.WARNING, request_id=request_id, operation=operation, bytes=size, what=what)
+
+
 def _frames(error: BaseException) -> list[str]:
     frames = traceback.extract_tb(error.__traceback__)
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-8:]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from sys import getsizeof
 from typing import Any
 
 import numpy as np
@@ -12,22 +14,28 @@ from cdr_kernel.arrays import Float64
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import DEFAULT_DEPTH, IN_PROGRESS
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
-from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
+from cdr_kernel.pack import Envelope, count_tokens_default, pack_steps
 from cdr_kernel.rank import Ranking
-from cdr_kernel.score import cdr_score
+from cdr_kernel.score import Scores, cdr_score
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.batching import Ask
-from cdr_kernel.serve.errors import Refusal, invalid, of_library, refuse
+from cdr_kernel.serve.errors import Refusal, invalid, of_library, refuse, too_large_answer
 from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.session_operations import exit_body
 from cdr_kernel.serve.sessions import new_id
 from cdr_kernel.serve.stores import Facts
 from cdr_kernel.session import Session
-from cdr_kernel.store import StoreView
+from cdr_kernel.store import Fact, StoreView
 from cdr_kernel.task import Exit
 
 NO_BUDGET = 2**31 - 1
+BYTES_A_TOKEN = 4
+"""As `count_tokens_default` counts them."""
+FACT_BYTES = 400
+"""About what the numbers of a fact take in an answer."""
+STEP = 64
+"""Facts or documents of one step."""
 
 
 async def rank_facts(call: Call) -> Answer:
@@ -59,21 +67,48 @@ async def rank_facts(call: Call) -> Answer:
         refuse(error)
     considered = len(tenant.facts.facts)
 
-    def pack() -> tuple[Answer, KeptWindow]:
+    def pack() -> Generator[None, None, tuple[Answer, KeptWindow]]:
+        limit = service.settings.max_answer
         most = body.k if by_need and body.max_facts is None else body.max_facts
-        budget = NO_BUDGET if body.token_budget is None else body.token_budget
+        wanted = NO_BUDGET if body.token_budget is None else body.token_budget
+        budget = min(wanted, limit // BYTES_A_TOKEN)
         with service.stage("pack"):
-            envelope = pack_facts(ranking, budget, max_facts=most, pack=body.pack)
+            envelope = yield from _bounded(pack_steps(ranking, budget, max_facts=most, pack=body.pack), limit)
+            if envelope.skipped and budget < wanted:
+                raise too_large_answer(limit, field="token_budget")
             envelope = replace(envelope, max_facts=body.max_facts)  # so that an error about k names k
             exit = session.exit(envelope=envelope)
-            answer = Answer(ranked(envelope, session, exit), crp_headers(envelope, session, exit))
+            packed = yield from ranked_steps(envelope, session, exit)
+        answer = call.answer(packed, crp_headers(envelope, session, exit))
         return answer, KeptWindow.of(envelope, version)
 
-    answer, window = await call.thread(pack)
+    answer, window = await call.thread(pack())
     call.check_deadline()
+    call.hold(answer)
     await tenant.sessions.keep_window(entry, window)
     _count(call, ranking, considered, answer.value.exit)
     return answer
+
+
+def _bounded(steps: Generator[Sequence[Fact], None, Envelope], most: int) -> Generator[None, None, Envelope]:
+    """The steps of packing, as long as the facts of the envelope take at most so many bytes; else `Refusal` 413."""
+    size = 0
+    while True:
+        try:
+            facts = next(steps)
+        except StopIteration as end:
+            envelope: Envelope = end.value
+            return envelope
+        size += sum(map(_fact_bytes, facts))
+        if size > most:
+            raise too_large_answer(most, field="k")
+        yield
+
+
+def _fact_bytes(fact: Fact) -> int:
+    """About what a fact takes, in memory and in an answer."""
+    attributes = sum(getsizeof(name) + getsizeof(value) for name, value in fact.attributes.items())
+    return FACT_BYTES + getsizeof(fact.id) + getsizeof(fact.text) + getsizeof(fact.source) + attributes
 
 
 def of_names(message: str) -> Refusal:
@@ -103,23 +138,38 @@ async def rerank(call: Call) -> Answer:
     embedded: Any = await call.embed([documents[i].text or "" for i in bare], where) if bare else []
     made = dict(zip(bare, embedded, strict=True))
 
-    def work() -> schema.Reranked:
+    def work() -> Generator[None, None, Answer]:
         view = tenant.facts.facts.view()
-        vectors, texts = [], []
+        vectors: list[Any] = []
+        rows: dict[str, int] = {}  # of the facts that are named, each once however often it is
         for i, item in enumerate(documents):
-            text = item.text
             if i in made:
                 vectors.append(made[i])
             elif item.embedding is not None:
                 vectors.append(schema.vector(item.embedding, tenant.dim, f"documents[{i}].embedding"))
             else:
-                row = _row(tenant.facts, view, item.id or "", i)
-                text = view.texts([row])[0] if text is None else text
-                vectors.append(view.take(np.array([row], np.int64))[0])
-            texts.append(text or "")
-        return _reranked(body, query, np.array(vectors, np.float64), documents, texts, tenant.dim)
+                id = item.id or ""
+                if id not in rows:
+                    rows[id] = _row(tenant.facts, view, id, i)
+                vectors.append(view.take(np.array([rows[id]], np.int64))[0])
+            if i % STEP == STEP - 1:
+                yield
+        scores = _scores(body, query, np.array(vectors, np.float64), documents, tenant.dim)
+        yield
+        texts = _Texts(view, rows, documents)
+        results = yield from _results_steps(body, scores, texts, call.service.settings.max_answer)
+        tokens = yield from texts.tokens_steps(body.query or "")
+        return call.answer(
+            schema.Reranked(
+                id=new_id(),
+                model=body.model,
+                results=results,
+                usage=schema.RerankUsage(tokens),
+                meta={"api_version": {"version": "1"}, "documents": len(documents)},
+            )
+        )
 
-    return Answer(await call.thread(work))
+    return await call.thread(work())
 
 
 def _row(facts: Facts, view: StoreView, id: str, i: int) -> int:
@@ -135,14 +185,44 @@ def _row(facts: Facts, view: StoreView, id: str, i: int) -> int:
     return row
 
 
-def _reranked(
-    body: schema.Rerank,
-    query: Any,
-    rows: Float64,
-    documents: list[schema.Document],
-    texts: list[str],
-    dim: int,
-) -> schema.Reranked:
+class _Texts:
+    """The texts of a rerank's documents. That of a fact of the store is read where it is looked at, and is one string
+    however often the fact is named."""
+
+    def __init__(self, view: StoreView, rows: dict[str, int], documents: list[schema.Document]) -> None:
+        self._view = view
+        self._rows = rows
+        self._documents = documents
+        self._read: dict[int, str] = {}  # texts of rows that results show
+
+    def of(self, i: int) -> str:
+        """The text of a document, "" where it has none."""
+        item = self._documents[i]
+        if item.text is not None or item.embedding is not None or item.id is None:
+            return item.text or ""
+        row = self._rows[item.id]
+        if row not in self._read:
+            self._read[row] = self._view.texts([row])[0]
+        return self._read[row]
+
+    def tokens_steps(self, query: str) -> Generator[None, None, int]:
+        """The tokens of the query and of all documents."""
+        tokens = count_tokens_default(query) if query else 0
+        of_row: dict[int, int] = {}
+        for item in self._documents:
+            row = None if item.text is not None or item.embedding is not None else self._rows.get(item.id or "")
+            if row is not None and row not in of_row:
+                text = self._read.get(row) or self._view.texts([row])[0]
+                of_row[row] = count_tokens_default(text) if text else 0
+            if row is not None:
+                tokens += of_row[row]
+            elif item.text:
+                tokens += count_tokens_default(item.text)
+            yield
+        return tokens
+
+
+def _scores(body: schema.Rerank, query: Any, rows: Float64, documents: list[schema.Document], dim: int) -> Scores:
     covered = schema.matrix(body.covered, dim, "covered[{}]") if body.covered else None
     depths = body.depths if body.depths is not None else [DEFAULT_DEPTH] * len(body.covered)
     columns = Columns.spec(
@@ -153,29 +233,37 @@ def _reranked(
         min_relevance=-1.0 if body.min_relevance is None else body.min_relevance,
         first_window_pull=body.first_window_pull,
     )
-    scores = cdr_score(
+    return cdr_score(
         rows, columns, importance=np.array([item.importance for item in documents]), k=body.top_n or len(documents)
     )
-    results = [
-        schema.RerankResult(
-            index=int(scores.rows[i]),
-            relevance_score=float(scores.score[i]),
-            relevance=float(scores.relevance[i]),
-            coverage=float(scores.coverage[i]),
-            residual_pull=float(scores.residual_pull[i]),
-            novelty=float(scores.novelty[i]),
-            document=schema.RerankDocument(texts[int(scores.rows[i])]) if body.return_documents else None,
+
+
+def _results_steps(
+    body: schema.Rerank, scores: Scores, texts: _Texts, most: int
+) -> Generator[None, None, list[schema.RerankResult]]:
+    """The results, whose texts take at most so many bytes; else `Refusal` 413."""
+    results = []
+    size = 0
+    for i, at in enumerate(scores.rows.tolist()):
+        document = None
+        if body.return_documents:
+            document = schema.RerankDocument(texts.of(at))
+            size += getsizeof(document.text)
+            if size > most:
+                raise too_large_answer(most, field="return_documents")
+        results.append(
+            schema.RerankResult(
+                index=at,
+                relevance_score=float(scores.score[i]),
+                relevance=float(scores.relevance[i]),
+                coverage=float(scores.coverage[i]),
+                residual_pull=float(scores.residual_pull[i]),
+                novelty=float(scores.novelty[i]),
+                document=document,
+            )
         )
-        for i in range(len(scores.rows))
-    ]
-    tokens = sum(count_tokens_default(text) for text in [body.query or "", *texts] if text)
-    return schema.Reranked(
-        id=new_id(),
-        model=body.model,
-        results=results,
-        usage=schema.RerankUsage(tokens),
-        meta={"api_version": {"version": "1"}, "documents": len(documents)},
-    )
+        yield
+    return results
 
 
 async def _query(call: Call, given: bytes | list[float] | None, text: str | None, field: str) -> Any:
@@ -187,8 +275,8 @@ async def _query(call: Call, given: bytes | list[float] | None, text: str | None
     return (await call.embed([text], field))[0]
 
 
-def ranked(envelope: Envelope, session: Session, exit: Exit) -> schema.Ranked:
-    """An envelope as clients see it."""
+def ranked_steps(envelope: Envelope, session: Session, exit: Exit) -> Generator[None, None, schema.Ranked]:
+    """An envelope as clients see it, in steps."""
     ranking = envelope.ranking
     numbers = zip(
         ranking.facts,
@@ -205,9 +293,9 @@ def ranked(envelope: Envelope, session: Session, exit: Exit) -> schema.Ranked:
         ranking.spec_novelty.tolist(),
         strict=True,
     )
-    return schema.Ranked(
-        window=session.window_count + 1,
-        facts=[
+    facts = []
+    for fact, *values in numbers:
+        facts.append(
             schema.RankedFact(
                 fact.id,
                 fact.text,
@@ -217,8 +305,12 @@ def ranked(envelope: Envelope, session: Session, exit: Exit) -> schema.Ranked:
                 dict(fact.attributes),
                 *values,
             )
-            for fact, *values in numbers
-        ],
+        )
+        if len(facts) % STEP == 0:
+            yield
+    return schema.Ranked(
+        window=session.window_count + 1,
+        facts=facts,
         tokens=envelope.tokens,
         skipped=envelope.skipped,
         qualified=ranking.qualified,

@@ -7,21 +7,22 @@ same. The keys begin with the tenant's name.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 import secrets
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from cdr_kernel.ngram import HashKey
 from cdr_kernel.serve.errors import Refusal, not_found, unavailable
-from cdr_kernel.serve.idempotency import Answers, Done
+from cdr_kernel.serve.idempotency import MOST_ANSWERS, MOST_BYTES, Answers, Done
 from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.sessions import Entry, LocalSessions, Version
 from cdr_kernel.serve.settings import Settings
+from cdr_kernel.serve.turns import Turns
 from cdr_kernel.session import Session
 
 T = TypeVar("T")
@@ -30,22 +31,80 @@ NEEDS = 'shared sessions need the redis extra: pip install ".[redis]" in a check
 TIMEOUT_S = 2.0
 _ID = re.compile(r"[0-9a-f]{32}")
 
+_TENANT = """
+local entry, index, sizes = KEYS[1], KEYS[2], KEYS[3]
+local prefix, id = ARGV[1], ARGV[2]
+local ttl, most, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+
+local function resize(each, size)
+  local before = tonumber(redis.call('HGET', sizes, each) or 0)
+  if size == 0 then redis.call('HDEL', sizes, each) else redis.call('HSET', sizes, each, size) end
+  redis.call('HINCRBY', sizes, '', size - before)
+end
+
+local function forget(each)
+  redis.call('DEL', prefix .. each)
+  redis.call('ZREM', index, each)
+  resize(each, 0)
+end
+
+local function use()
+  redis.call('PEXPIRE', entry, ttl)
+  redis.call('PEXPIRE', index, ttl)
+  redis.call('PEXPIRE', sizes, ttl)
+  redis.call('ZADD', index, string.format('%.0f', now), id)
+end
+
+local function hold(size)
+  use()
+  resize(id, size)
+  local last = string.format('%.0f', now - ttl)
+  for _, each in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', last, 'LIMIT', 0, 100)) do forget(each) end
+  while redis.call('ZCARD', index) > 1 and (
+    redis.call('ZCARD', index) > most or tonumber(redis.call('HGET', sizes, '')) > max_bytes
+  ) do
+    local oldest = redis.call('ZRANGE', index, 0, 1)
+    forget(oldest[1] == id and oldest[2] or oldest[1])
+  end
+end
+"""
+"""What scripts share. The entries of a tenant have an index by their last use and a table of their sizes, whose field
+"" is the sum. `use` notes a use. `hold` counts an entry, and forgets the least recently used ones where there are too
+many."""
 _CREATE = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], 'v', ARGV[1], 'data', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
+if redis.call('EXISTS', entry) == 1 then return 0 end
+redis.call('HSET', entry, 'v', ARGV[6], 'data', ARGV[7])
+hold(#ARGV[7])
 return 1
 """
 _COMMIT = """
-if redis.call('HGET', KEYS[1], 'v') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'v', ARGV[2], 'data', ARGV[3])
-redis.call('HDEL', KEYS[1], 'window')
-redis.call('PEXPIRE', KEYS[1], ARGV[4])
+if redis.call('HGET', entry, 'v') ~= ARGV[6] then return 0 end
+redis.call('HSET', entry, 'v', ARGV[7], 'data', ARGV[8])
+redis.call('HDEL', entry, 'window')
+hold(#ARGV[8])
 return 1
 """
 _WINDOW = """
-if redis.call('HGET', KEYS[1], 'v') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'window', ARGV[2])
+if redis.call('HGET', entry, 'v') ~= ARGV[6] then return 0 end
+redis.call('HSET', entry, 'window', ARGV[7])
+hold(redis.call('HSTRLEN', entry, 'data') + #ARGV[7])
+return 1
+"""
+_USE = """
+local version = redis.call('HGET', entry, 'v')
+if version then use() end
+return version
+"""
+_DELETE = """
+local there = redis.call('EXISTS', entry)
+forget(id)
+return there
+"""
+_ANSWER = """
+redis.call('SET', entry, ARGV[6])
+hold(#ARGV[6])
 return 1
 """
 
@@ -55,6 +114,26 @@ class Stored(msgspec.Struct, frozen=True):
 
     session: str
     answers: dict[str, Done]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Where entries of a tenant lie, and how many there may be: `most`, of `max_bytes` together, for `ttl_ms` since
+    their last use."""
+
+    prefix: str
+    ttl_ms: int
+    most: int
+    max_bytes: int
+
+    @property
+    def tables(self) -> tuple[str, str]:
+        """The keys of the index and of the sizes."""
+        return f"{self.prefix}:index", f"{self.prefix}:sizes"
+
+    def key(self, id: str) -> str:
+        """The key of an entry."""
+        return self.prefix + id
 
 
 class Redis:
@@ -74,9 +153,18 @@ class Redis:
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0)
         )
 
-    def sessions(self, tenant: str, local: LocalSessions, settings: Settings) -> RedisSessions:
-        """The sessions of one tenant."""
-        return RedisSessions(self, tenant, local, ttl_s=settings.session_ttl_s, hash_key=settings.hash_key)
+    def sessions(self, tenant: str, local: LocalSessions, settings: Settings, pool: Turns) -> RedisSessions:
+        """The sessions of one tenant. pool: reads and writes them."""
+        return RedisSessions(
+            self,
+            tenant,
+            local,
+            pool,
+            ttl_s=settings.session_ttl_s,
+            most=settings.redis_sessions,
+            max_bytes=settings.redis_bytes,
+            hash_key=settings.hash_key,
+        )
 
     async def ask(self, command: Awaitable[T]) -> T:
         """The answer to a command; `Refusal` 503 where there is none."""
@@ -86,9 +174,11 @@ class Redis:
             message = "the store of sessions cannot be reached; whether a change was made is not known"
             raise unavailable("sessions_unavailable", message) from None
 
-    async def script(self, script: str, key: str, *arguments: bytes | int) -> bool:
-        """Whether a script did something."""
-        return bool(await self.ask(self._client.eval(script, 1, key, *arguments)))
+    async def script(self, script: str, entries: Entries, id: str, *arguments: bytes | int) -> Any:
+        """What a script answers about an entry of a tenant: 0 or None where it did nothing."""
+        keys = (entries.key(id), *entries.tables)
+        limits = (entries.prefix, id, entries.ttl_ms, entries.most, entries.max_bytes)
+        return await self.ask(self._client.eval(_TENANT + script, len(keys), *keys, *limits, *arguments))
 
     @property
     def client(self) -> Any:
@@ -113,48 +203,51 @@ class RedisAnswers(Answers):
     def __init__(self, redis: Redis, tenant: str, ttl_s: float) -> None:
         super().__init__(ttl_s)
         self._redis = redis
-        self._tenant = tenant
-        self._ttl_ms = max(1, round(ttl_s * 1e3))
-
-    def _key(self, key: str) -> str:
-        return f"cdr:{self._tenant}:answer:{hashlib.sha256(key.encode()).hexdigest()}"
+        self._entries = Entries(f"cdr:{tenant}:answer:", _ms(ttl_s), MOST_ANSWERS, MOST_BYTES)
 
     async def get(self, key: str) -> Done | None:
         """See `Answers`."""
-        raw = await self._redis.ask(self._redis.client.get(self._key(key)))
+        raw = await self._redis.ask(self._redis.client.get(self._entries.key(_digest(key))))
         return None if raw is None else msgspec.msgpack.decode(raw, type=Done)
 
     async def put(self, key: str, done: Done) -> None:
-        """See `Answers`."""
-        raw = msgspec.msgpack.encode(done)
-        await self._redis.ask(self._redis.client.set(self._key(key), raw, px=self._ttl_ms))
+        """See `Answers`; the oldest ones go where there are too many bytes."""
+        await self._redis.script(_ANSWER, self._entries, _digest(key), msgspec.msgpack.encode(done))
 
 
 class RedisSessions:
-    """See `sessions.Sessions`. local: what this replica has read, as far as there is room."""
+    """See `sessions.Sessions`. local: what this replica has read, as far as there is room. pool: reads and writes
+    them. most, max_bytes: what the sessions of the tenant may take in Redis, those of all replicas together."""
 
     def __init__(
-        self, redis: Redis, tenant: str, local: LocalSessions, *, ttl_s: float, hash_key: HashKey | None
+        self,
+        redis: Redis,
+        tenant: str,
+        local: LocalSessions,
+        pool: Turns,
+        *,
+        ttl_s: float,
+        most: int,
+        max_bytes: int,
+        hash_key: HashKey | None,
     ) -> None:
         self.answers: Answers = RedisAnswers(redis, tenant, ttl_s)
         self._redis = redis
         self._tenant = tenant
         self._local = local
-        self._ttl_ms = max(1, round(ttl_s * 1e3))
+        self._pool = pool
+        self._entries = Entries(f"cdr:{tenant}:session:", _ms(ttl_s), most, max_bytes)
         self._hash_key = hash_key
 
     def _key(self, id: str) -> str:
         if not _ID.fullmatch(id):
             raise not_found("session")
-        return f"cdr:{self._tenant}:session:{id}"
+        return self._entries.key(id)
 
     async def get(self, id: str) -> Entry:
         """See `Sessions`."""
         key, client = self._key(id), self._redis.client
-        async with client.pipeline(transaction=False) as asked:
-            asked.hget(key, "v")
-            asked.pexpire(key, self._ttl_ms)
-            number = (await self._redis.ask(asked.execute()))[0]
+        number = await self._redis.script(_USE, self._entries, id)
         entry = self._local.peek(id)
         if number is not None and entry is not None and entry.now.number == int(number):
             return entry
@@ -162,7 +255,7 @@ class RedisSessions:
         if number is None or data is None:
             self._local.drop(id)
             raise not_found("session")
-        version = await asyncio.to_thread(self._read, int(number), data)
+        version = await self._pool.run(self._tenant, "read a session", lambda: self._read(int(number), data))
         entry = self._local.peek(id)  # others may have read it meanwhile
         if entry is None:
             entry = Entry(id, version)
@@ -182,18 +275,19 @@ class RedisSessions:
         """See `Sessions`."""
         version = Version(session, _number(), answers or {})
         entry = Entry(id or session.id, version)
-        data = await asyncio.to_thread(self._written, session, version.answers)
-        if not await self._redis.script(_CREATE, self._key(entry.id), version.number, data, self._ttl_ms):
+        data = await self._pool.run(self._tenant, "write a session", lambda: self._written(session, version.answers))
+        if not await self._redis.script(_CREATE, self._entries, entry.id, version.number, data):
             raise KeyError(entry.id)
         self._local.put(entry)
         return entry
 
-    async def commit(self, entry: Entry, before: Version, session: Session, answers: dict[str, Done]) -> bool:
+    async def commit(
+        self, entry: Entry, before: Version, session: Session, answers: dict[str, Done], *, nbytes: int = 0
+    ) -> bool:
         """See `Sessions`."""
-        version = Version(session, _number(), answers)
-        data = await asyncio.to_thread(self._written, session, answers)
-        key = self._key(entry.id)
-        if not await self._redis.script(_COMMIT, key, before.number, version.number, data, self._ttl_ms):
+        version = Version(session, _number(), answers, nbytes)
+        data = await self._pool.run(self._tenant, "write a session", lambda: self._written(session, answers))
+        if not await self._redis.script(_COMMIT, self._entries, entry.id, before.number, version.number, data):
             return False
         if entry.now is before:  # else it was read again meanwhile
             self._local.replace(entry, version)
@@ -201,7 +295,7 @@ class RedisSessions:
 
     async def keep_window(self, entry: Entry, window: KeptWindow) -> None:
         """See `Sessions`."""
-        await self._redis.script(_WINDOW, self._key(entry.id), window.version, msgspec.msgpack.encode(window))
+        await self._redis.script(_WINDOW, self._entries, entry.id, window.version, msgspec.msgpack.encode(window))
 
     async def window_of(self, entry: Entry) -> KeptWindow | None:
         """See `Sessions`."""
@@ -210,9 +304,19 @@ class RedisSessions:
 
     async def delete(self, id: str) -> bool:
         """See `Sessions`."""
-        gone = await self._redis.ask(self._redis.client.delete(self._key(id)))
+        self._key(id)
+        gone = await self._redis.script(_DELETE, self._entries, id)
         self._local.drop(id)
         return bool(gone)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1e3))
+
+
+def _digest(key: str) -> str:
+    """Of an Idempotency-Key."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _number() -> int:

@@ -3,6 +3,10 @@
 SIGTERM or SIGINT: /readyz says "draining", answers close their connections, and for `drain_s` seconds everything is
 still served, so that whoever routes requests here can stop. Then the port is closed, a request whose body is not whole
 soon after is turned away, what was accepted is finished, and the process exits with 0. A second signal ends it at once.
+
+Nothing holds it longer than `stop_s` and a few seconds. What its threads do then is named in the log and left:
+a thread of Python cannot be ended, so the process ends under it (`end_process`). The first signal begins a watch, which
+does the same where the event loop is held too.
 """
 
 from __future__ import annotations
@@ -10,19 +14,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
 from cdr_kernel.serve import logs
 from cdr_kernel.serve.app import build
-from cdr_kernel.serve.service import DRAINING, READY, Service
+from cdr_kernel.serve.connections import Connection
+from cdr_kernel.serve.service import CLOSE_S, DRAINING, READY, Service
 from cdr_kernel.serve.settings import Settings
+from cdr_kernel.serve.turns import THREADS
 
 BACKLOG = 2048
 ACCEPTS = 32
@@ -31,6 +38,8 @@ for the threads that rank: with one handle, those who connect in an overload wai
 KEEP_ALIVE_S = 65
 GRACE_S = 1.0
 """How long a body may still come once the port is closed; at most half of what stopping has."""
+WATCH_S = 3.0
+"""How long after everything should have ended the watch ends the process."""
 SWITCH_S = 0.0005
 """How long a thread that ranks or packs may keep the event loop, which turns requests away, from running."""
 
@@ -43,6 +52,7 @@ class _Server(uvicorn.Server):
         self._service = service
         self._told = 0
         self._drain: asyncio.Task[None] | None = None
+        self.ended = threading.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -68,11 +78,19 @@ class _Server(uvicorn.Server):
             return
         logs.event("draining", signal=signal.Signals(number).name)
         self._service.stopping = True
+        threading.Thread(target=self._watch, name="cdr-watch", daemon=True).start()
         if self._service.state != READY:
             self.should_exit = True
             return
         self._service.state = DRAINING
         self._drain = asyncio.get_running_loop().create_task(self._end())
+
+    def _watch(self) -> None:
+        """End the process where it does not end."""
+        settings = self._service.settings
+        if not self.ended.wait(settings.drain_s + _grace(settings) + CLOSE_S + WATCH_S):
+            name_what_runs(self._service)
+            end_process(1)
 
     async def _end(self) -> None:
         await asyncio.sleep(self._service.settings.drain_s)
@@ -105,7 +123,8 @@ def run(settings: Settings) -> int:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.stop_s)),
+        timeout_graceful_shutdown=_grace(settings),
+        http=Connection,
         backlog=BACKLOG,
     )
     server = _Server(config, service)
@@ -113,14 +132,43 @@ def run(settings: Settings) -> int:
         host, port = listener.getsockname()[:2]
         logs.event("listening", host=host, port=port)
         server.run(sockets=[listener, *(listener.dup() for _ in range(ACCEPTS - 1))])
-    lost = service.accepted - service.completed
+    server.ended.set()
+    lost = service.accepted - service.completed - service.unread
     if service.cut_off:
         what = "bodies that were not whole when the port had closed: answered 503, nothing was changed"
         logs.event("cut_off", logging.WARNING, requests=service.cut_off, what=what)
-    logs.event("stopped", accepted=service.accepted, answered=service.completed)
+    name_what_runs(service)
+    logs.event("stopped", accepted=service.accepted, answered=service.completed, unread=service.unread, lost=lost)
     if problems:
         raise problems[0]
     return 0 if lost == 0 else 1
+
+
+def _grace(settings: Settings) -> int:
+    """Seconds that uvicorn waits for what was accepted."""
+    return max(1, round(settings.stop_s))
+
+
+def name_what_runs(service: Service) -> None:
+    """Log what threads still do, where they do something."""
+    running = service.running()
+    if running:
+        what = "work that did not end in the time that stopping has: the process ends without it"
+        logs.event("fault", logging.ERROR, what=what, running=running)
+
+
+def threads_run() -> bool:
+    """Whether a thread of a server still works in this process: it cannot be ended, only the process can."""
+    return any(thread.name.startswith(THREADS) for thread in threading.enumerate())
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process at once, whatever its threads do, once what was said is written."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads it: it ends all the same
+            stream.flush()
+    os._exit(status)
 
 
 @contextlib.contextmanager

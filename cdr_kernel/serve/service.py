@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -16,9 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cdr_kernel.retrieve import WORTH_CODES, Retriever, retriever_on
+from cdr_kernel.serve import schema
 from cdr_kernel.serve.batching import Batcher, Lane
+from cdr_kernel.serve.budget import Budget, Held
 from cdr_kernel.serve.embedding import Embedding
-from cdr_kernel.serve.errors import Refusal, invalid, late, refuse, unavailable
+from cdr_kernel.serve.errors import Refusal, invalid, late, refuse, too_large_answer, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
 from cdr_kernel.serve.logs import fault
 from cdr_kernel.serve.metrics import Metrics
@@ -28,15 +28,22 @@ from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.stores import Facts, open_facts
 from cdr_kernel.serve.tokens import Signer
 from cdr_kernel.serve.tracing import Tracing
+from cdr_kernel.serve.turns import FOREVER, Turns, Work
 
 T = TypeVar("T")
 
 LOADING, READY, DRAINING, FAILED = "loading", "ok", "draining", "unavailable"
+CLOSE_S = 2.0
+"""How long `Service.close` waits for what its threads have begun."""
 
 
 @dataclass(eq=False)
 class Tenant:
-    """One tenant: its facts, its sessions, its queue. Nothing of it is shared with another."""
+    """One tenant: its facts, its sessions, its queue. Nothing of it is shared with another.
+
+    writing: its thread for changes to the store. A change waits for the disk and for other processes, so neither ranks
+    nor another tenant's changes may wait with it. requests, answers: the bytes that its requests hold.
+    """
 
     name: str
     facts: Facts
@@ -45,6 +52,9 @@ class Tenant:
     sessions: Sessions
     local: LocalSessions
     signer: Signer
+    requests: Budget
+    answers: Budget
+    writing: Turns
     in_flight: int = 0
     writes: asyncio.Lock = field(default_factory=asyncio.Lock)  # of facts
     starts: asyncio.Lock = field(default_factory=asyncio.Lock)  # of sessions, under an Idempotency-Key
@@ -70,7 +80,8 @@ class Call:
     """One request at an operation.
 
     params: of the path. body: the decoded struct, None where there is none. deadline: in `time.monotonic`. key: its
-    Idempotency-Key; digest: of the request, for it.
+    Idempotency-Key; digest: of the request, for it. label: what the log calls its work. msgpack: whether its answer is
+    msgpack. held: the bytes that it holds.
     """
 
     service: Service
@@ -80,6 +91,9 @@ class Call:
     deadline: float
     key: str | None
     digest: str
+    label: str
+    msgpack: bool
+    held: Held
 
     def check_deadline(self) -> None:
         """Raises `Refusal` 504 once the deadline has passed."""
@@ -94,14 +108,36 @@ class Call:
         except TimeoutError:
             raise late() from None
 
-    async def thread(self, work: Callable[[], T], *, writes: bool = False) -> T:
-        """Run this in the pool, or in that of changes to stores. What the library refuses becomes a `Refusal`."""
-        pool = self.service.writing if writes else self.service.pool
+    async def thread(self, work: Work[T]) -> T:
+        """Do this in the pool, in turns with other tenants, before the deadline. What the library refuses becomes a
+        `Refusal`."""
+        return await self._run(self.service.pool, work, self.deadline)
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """Change the store, in the tenant's thread for that; once begun it is finished. What the library refuses
+        becomes a `Refusal`."""
+        return await self._run(self.tenant.writing, work, FOREVER)
+
+    async def _run(self, turns: Turns, work: Work[T], deadline: float) -> T:
         try:
-            context = contextvars.copy_context()  # the span of the request
-            return await asyncio.get_running_loop().run_in_executor(pool, lambda: context.run(work))
+            return await turns.run(self.tenant.name, self.label, work, deadline)
         except Exception as error:  # `refuse` raises it again where it is not the request's fault
             refuse(error)
+
+    def answer(self, value: Any, headers: dict[str, str] | None = None, *, applied: bool = False) -> Answer:
+        """An answer, encoded: for the pool, where it may be large. Raises `Refusal` 413 where it is too large, unless
+        the request was applied already."""
+        with self.service.stage("encode"):
+            encoded, _ = schema.encode(value, self.msgpack)
+        most = self.service.settings.max_answer
+        if len(encoded) > most and not applied:
+            raise too_large_answer(most, len(encoded))
+        return Answer(value, headers or {}, encoded)
+
+    def hold(self, answer: Answer) -> None:
+        """Count an encoded answer until it is taken. Raises `Refusal` 429 where too many are not taken yet."""
+        if answer.encoded is not None:
+            self.held.take_answer(len(answer.encoded))
 
     async def embed(self, texts: list[str], field: str) -> np.ndarray[Any, Any]:
         """Vectors of texts by the server's model, before the deadline. Raises `Refusal` where it has none for this
@@ -112,12 +148,14 @@ class Call:
             has = "this server embeds no texts" if own is None else f"this server embeds texts with {own!r}"
             raise invalid(field, f"a vector of {self.tenant.model!r}, the store's model ({has})", code="no_embedder")
         with self.service.stage("embed"):
-            return await self.service.embedding.rows(embedder, texts, self.deadline)
+            return await self.service.embedding.rows(
+                embedder, texts, self.deadline, tenant=self.tenant.name, label=self.label
+            )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an operation answers: a struct, or the body it is encoded to already."""
+    """What an operation answers: a struct, and the body where it is encoded already."""
 
     value: Any
     headers: dict[str, str] = field(default_factory=dict)
@@ -135,14 +173,13 @@ class Service:
         self.state = LOADING
         self.problem: Exception | None = None
         self.tenants: dict[str, Tenant] = {}
-        self.pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-work")
-        # Of its own, since a change waits for the disk and for other processes: ranks must not wait with it.
-        self.writing = ThreadPoolExecutor(settings.threads, thread_name_prefix="cdr-write")
+        self.pool = Turns("cdr-work", settings.threads, depth=settings.max_queue)
+        self.loading = Turns("cdr-load")
         self.embedding = Embedding()
         self.token_key = settings.token_key or secrets.token_bytes(32)
         self.shared: Redis | None = None if settings.redis is None else Redis(settings.redis)
         self.stopping = False
-        self.accepted = self.completed = self.cut_off = 0
+        self.accepted = self.completed = self.cut_off = self.unread = 0
         self._read_until = float("inf")
         self._reading: set[asyncio.Timeout] = set()
         self._embedder: Callable[[list[str]], Any] | None = None
@@ -236,15 +273,18 @@ class Service:
             )
             sessions: Sessions = local
             if self.shared is not None:
-                sessions = self.shared.sessions(name, local, settings)
+                sessions = self.shared.sessions(name, local, settings, self.pool)
             found[name] = Tenant(
                 name=name,
                 facts=facts,
                 retriever=retriever,
-                lane=Lane(retriever),
+                lane=Lane(retriever, name),
                 sessions=sessions,
                 local=local,
                 signer=Signer(self.token_key, name),
+                requests=Budget(settings.request_bytes, "bodies of requests that are worked on (--request-mb)"),
+                answers=Budget(settings.answer_bytes, "answers that their readers have not taken (--answer-mb)"),
+                writing=Turns("cdr-write"),
             )
             self.watch(found[name])
         self.tenants = found
@@ -252,17 +292,22 @@ class Service:
 
     async def keep_fresh(self) -> None:
         """Look every now and then for what other processes have changed in durable stores, and for what is past its
-        time; without end."""
+        time; without end. Each tenant for itself: the store of one may wait for the disk."""
+        while self.state == LOADING:
+            await asyncio.sleep(self.settings.refresh_s)
+        async with asyncio.TaskGroup() as group:
+            for tenant in self.tenants.values():
+                if tenant.facts.durable:
+                    group.create_task(self._keep_fresh(tenant))
+
+    async def _keep_fresh(self, tenant: Tenant) -> None:
         while True:
             await asyncio.sleep(self.settings.refresh_s)
-            for tenant in self.tenants.values():
-                if not tenant.facts.durable:
-                    continue
-                try:
-                    async with tenant.writes:
-                        await asyncio.get_running_loop().run_in_executor(self.writing, tenant.facts.refresh)
-                except Exception as error:  # the store as it is still serves; the log says what is wrong with it
-                    fault(error, "refresh")
+            try:
+                async with tenant.writes:
+                    await tenant.writing.run(tenant.name, "refresh", tenant.facts.refresh)
+            except Exception as error:  # the store as it is still serves; the log says what is wrong with it
+                fault(error, "refresh")
 
     def watch(self, tenant: Tenant) -> None:
         """Have /metrics read a tenant's sizes when it is asked."""
@@ -276,15 +321,24 @@ class Service:
         """The server's model, if it is the one of this tenant's facts."""
         return self._embedder if self.settings.embed == tenant.model else None
 
-    def close(self) -> None:
-        """End the threads, after what they have begun; a model that is at work is not waited for long."""
-        if self._batcher is not None:
-            self._batcher.close()
-        self.embedding.close()
-        self.pool.shutdown()
-        self.writing.shutdown()
-        for tenant in self.tenants.values():
-            tenant.facts.close()
+    def turns(self) -> list[Turns]:
+        """All threads that work, but those that rank."""
+        return [self.pool, self.loading, self.embedding, *(tenant.writing for tenant in self.tenants.values())]
+
+    def running(self) -> list[dict[str, Any]]:
+        """What the threads do now, for the log."""
+        ranks = [] if self._batcher is None else self._batcher.running()
+        return [*(each for turns in self.turns() for each in turns.running()), *ranks]
+
+    def close(self, within: float = CLOSE_S) -> None:
+        """End the threads: wait for what they have begun, so many seconds in all. What goes on then is in `running`,
+        and the stores stay open under it."""
+        until = monotonic() + within
+        ended = [True if self._batcher is None else self._batcher.close(until)]
+        ended += [turns.close(until) for turns in self.turns()]
+        if all(ended):
+            for tenant in self.tenants.values():
+                tenant.facts.close()
         if self.tracing is not None:
             self.tracing.close()
 

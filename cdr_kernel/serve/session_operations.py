@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
+from cdr_kernel.assess import WordCount, has_token, sentence_candidates, threshold_steps
 from cdr_kernel.headers import COVERAGE_SCORE, GUARD_ACTIVATIONS, crp_headers
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import StoredNovelty
 from cdr_kernel.serve import schema
-from cdr_kernel.serve.errors import Refusal, invalid, not_found, unavailable
+from cdr_kernel.serve.errors import Refusal, invalid, not_found, too_large_answer, unavailable
 from cdr_kernel.serve.fact_operations import done_of, keyed, replay
-from cdr_kernel.serve.idempotency import replayed
+from cdr_kernel.serve.idempotency import Done, replayed
 from cdr_kernel.serve.kept_window import KeptWindow, packed_envelope
 from cdr_kernel.serve.service import Answer, Call
-from cdr_kernel.serve.sessions import Entry, Version, new_id, with_answer
+from cdr_kernel.serve.sessions import Entry, Version, check_size, new_id, with_answer
 from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
@@ -30,30 +31,38 @@ from cdr_kernel.task import Exit, SubQuery, WindowReport
 
 ATTEMPTS = 20
 """How often a change starts again because another replica was first."""
+BATCH = 1024
+"""Sentences of an output whose vectors are held at a time."""
+STEP = 256
+"""Places where a sentence may end that are looked at in one step."""
 
 
 async def create_session(call: Call) -> Answer:
     """Start a task."""
     body, tenant = call.body, call.tenant
     tenant.check_model(body.embedding_model)
-    vectors = await sub_query_vectors(call, body.sub_queries)
+    made = await embedded_sub_queries(call, body.sub_queries)
 
-    def make() -> Session:
-        items = sub_queries(body.sub_queries, vectors)
+    def make() -> tuple[Session, Answer]:
+        items = sub_queries(body.sub_queries, made, tenant.dim)
         chosen = {name: getattr(body.settings, name) for name in body.settings.__struct_fields__}
         settings = {name: value for name, value in chosen.items() if value is not None}
         guarded = body.guard if body.guard is not None else settings.get("mode", "spec") == "spec"
-        return Session(
+        session = Session(
             items,
             embedding_model=tenant.model,
             guard=NGramGuard(hash_key=call.service.settings.hash_key) if guarded else False,
             id=new_id(),
             **settings,
         )
+        check_size(session, {}, call.service.settings.session_bytes)
+        return session, session_answer(call, session.id, session)
 
     async def work() -> Answer:
-        entry = await tenant.sessions.create(await call.thread(make))
-        return Answer(session_body(entry.id, entry.now.session))
+        session, answer = await call.thread(make)
+        call.hold(answer)
+        await tenant.sessions.create(session)
+        return answer
 
     return await started(call, work)
 
@@ -61,15 +70,17 @@ async def create_session(call: Call) -> Answer:
 async def get_session(call: Call) -> Answer:
     """A session as it is."""
     entry = await call.tenant.sessions.get(call.params["session_id"])
-    return Answer(session_body(entry.id, entry.now.session))
+    return await call.thread(lambda: session_answer(call, entry.id, entry.now.session))
 
 
 async def delete_session(call: Call) -> Answer:
     """Forget a session."""
     entry = await call.tenant.sessions.get(call.params["session_id"])
+    answer = await call.thread(lambda: session_answer(call, entry.id, entry.now.session))
+    call.hold(answer)
     if not await call.tenant.sessions.delete(entry.id):
         raise not_found("session")
-    return Answer(session_body(entry.id, entry.now.session))
+    return answer
 
 
 async def update_session(call: Call) -> Answer:
@@ -79,13 +90,13 @@ async def update_session(call: Call) -> Answer:
     writes_report = body.report is None
     entry = await call.tenant.sessions.get(call.params["session_id"])
     window = await call.tenant.sessions.window_of(entry)
-    vectors = await _sentence_vectors(call, body.output) if writes_report else None
+    count = await _word_count(call, entry, body.output) if writes_report else None
 
-    def work(entry: Entry, before: Version, twin: Session) -> Answer:
+    def work(entry: Entry, before: Version, twin: Session) -> Generator[None, None, Answer]:
         if body.safety_budget is not None:
             twin.safety_budget = body.safety_budget
-        if writes_report:
-            report = _assessed(call, entry, before.session, body.output, vectors)
+        if count is not None:
+            report = count.report(before.session.words)
         else:
             report = WindowReport(
                 completeness_score=body.report.completeness_score,
@@ -95,12 +106,14 @@ async def update_session(call: Call) -> Answer:
             )
         kept = window if window is not None and window.version == before.number else None
         packed = _packed(body.packed, kept, before.session, call.tenant.facts.facts)
-        twin.update(report, body.output, envelope=packed.envelope, embedding_model=body.embedding_model)
+        yield from twin.update_steps(
+            report, body.output, envelope=packed.envelope, embedding_model=body.embedding_model
+        )
         exit = twin.exit(report, packed.tested)
         told = packed.envelope or packed_envelope((), None, len(before.session.coverage))
         headers = {name: value for name, value in crp_headers(told, twin, exit).items() if name not in packed.unknown}
         updated = schema.Updated(session_body(entry.id, twin), exit_body(exit), twin.anchor(), report_body(report))
-        return Answer(updated, headers)
+        return call.answer(updated, headers)
 
     answer = await change(call, work)
     reason = answer.headers.get("CRP-Context-Continuation-Status", "")
@@ -113,19 +126,19 @@ async def assess_output(call: Call) -> Answer:
     """What an output achieved, as a report for an update; the session is not changed."""
     entry = await call.tenant.sessions.get(call.params["session_id"])
     body = call.body
-    vectors = await _sentence_vectors(call, body.output)
     chosen = {"min_depth": body.min_depth, "expected_words": body.expected_words}
     options = {name: value for name, value in chosen.items() if value is not None}
-    report = await call.thread(lambda: _assessed(call, entry, entry.now.session, body.output, vectors, **options))
-    return Answer(report_body(report))
+    count = await _word_count(call, entry, body.output, **options)
+    return Answer(report_body(count.report(entry.now.session.words)))
 
 
 async def reset_session(call: Call) -> Answer:
     """Back to before the first window (§2.7)."""
 
-    def work(entry: Entry, before: Version, twin: Session) -> Answer:
+    def work(entry: Entry, before: Version, twin: Session) -> Generator[None, None, Answer]:
         twin.reset()
-        return Answer(session_body(entry.id, twin))
+        yield
+        return session_answer(call, entry.id, twin)
 
     return await change(call, work)
 
@@ -135,8 +148,11 @@ async def snapshot_session(call: Call) -> Answer:
 
     async def work() -> Answer:
         entry = await call.tenant.sessions.get(call.params["session_id"])
-        branch = await call.tenant.sessions.create(entry.now.session.snapshot(), id=new_id())
-        return Answer(session_body(branch.id, branch.now.session))
+        branch, id = entry.now.session.snapshot(), new_id()
+        answer = await call.thread(lambda: session_answer(call, id, branch))
+        call.hold(answer)
+        await call.tenant.sessions.create(branch, id=id)
+        return answer
 
     return await started(call, work)
 
@@ -146,9 +162,9 @@ async def merge_sessions(call: Call) -> Answer:
     sessions = call.tenant.sessions
     branches = [await sessions.get(id) for id in call.body.branches]
 
-    def work(entry: Entry, before: Version, twin: Session) -> Answer:
-        twin.merge([branch.now.session for branch in branches])
-        return Answer(session_body(entry.id, twin))
+    def work(entry: Entry, before: Version, twin: Session) -> Generator[None, None, Answer]:
+        yield from twin.merge_steps([branch.now.session for branch in branches])
+        return session_answer(call, entry.id, twin)
 
     return await change(call, work)
 
@@ -158,8 +174,11 @@ async def export_session(call: Call) -> Answer:
     entry = await call.tenant.sessions.get(call.params["session_id"])
     ttl = call.service.settings.session_ttl_s
 
-    def work() -> schema.TokenBody:
+    def work() -> Answer:
         session = entry.now.session
+        most = call.service.settings.max_answer
+        if session.guard is not None and 8 * len(session.guard) > most:
+            raise too_large_answer(most, 8 * len(session.guard), "blacklist")
         hashes = None if session.guard is None else session.guard.hashes.astype("<u8").tobytes()
         payload = Payload(
             id=entry.id,
@@ -168,9 +187,9 @@ async def export_session(call: Call) -> Answer:
             answers=dict(list(entry.now.answers.items())[-CARRIED_ANSWERS:]),
             expires=int(time.time() + ttl),
         )
-        return schema.TokenBody(call.tenant.signer.sign(payload), hashes or None, int(ttl))
+        return call.answer(schema.TokenBody(call.tenant.signer.sign(payload), hashes or None, int(ttl)))
 
-    return Answer(await call.thread(work))
+    return await call.thread(work)
 
 
 async def resume_session(call: Call) -> Answer:
@@ -178,28 +197,31 @@ async def resume_session(call: Call) -> Answer:
     body, tenant = call.body, call.tenant
     tenant.check_model(body.embedding_model)
     payload = tenant.signer.read(body.token)
-    vectors = await sub_query_vectors(call, body.sub_queries)
+    made = await embedded_sub_queries(call, body.sub_queries)
     key = call.service.settings.hash_key
 
-    def make() -> Session:
+    def make() -> tuple[Session, Answer]:
         guard = None
         if body.blacklist is not None:
             if hashlib.sha256(body.blacklist).hexdigest() != payload.blacklist:
                 raise invalid("blacklist", "the one that was exported with the token")
             guard = NGramGuard.from_hashes(np.frombuffer(body.blacklist, "<u8").astype(np.uint64), hash_key=key)
-        items = sub_queries(body.sub_queries, vectors)
+        items = sub_queries(body.sub_queries, made, tenant.dim)
         if guard is None and key is not None and json.loads(payload.session)["guard"] is not None:
             guard = NGramGuard(hash_key=key)
-        return Session.from_token(payload.session, items, embedding_model=tenant.model, guard=guard)
+        session = Session.from_token(payload.session, items, embedding_model=tenant.model, guard=guard)
+        check_size(session, payload.answers, call.service.settings.session_bytes)
+        return session, session_answer(call, payload.id, session)
 
     async def work() -> Answer:
-        session = await call.thread(make)
+        session, answer = await call.thread(make)
+        call.hold(answer)
         try:
-            entry = await tenant.sessions.create(session, id=payload.id, answers=payload.answers)
+            await tenant.sessions.create(session, id=payload.id, answers=payload.answers)
         except KeyError:
             message = "the session is here already: delete it to go back to the token's state"
             raise Refusal(409, "session_exists", message, field="token") from None
-        return Answer(session_body(entry.id, entry.now.session))
+        return answer
 
     return await started(call, work)
 
@@ -216,7 +238,7 @@ async def started(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
         call.tenant.starts.release()
 
 
-Change: TypeAlias = Callable[[Entry, Version, Session], Answer]
+Change: TypeAlias = Callable[[Entry, Version, Session], Generator[None, None, Answer]]
 
 
 async def change(call: Call, work: Change) -> Answer:
@@ -249,11 +271,17 @@ async def _changed(call: Call, entry: Entry, work: Change) -> Answer | None:
             return replay(done)
     call.check_deadline()
     twin = before.session.snapshot()
-    answer = await call.thread(lambda: work(entry, before, twin))
+
+    def steps() -> Generator[None, None, tuple[Answer, dict[str, Done], int]]:
+        answer = yield from work(entry, before, twin)
+        answers = with_answer(before.answers, call.key, done_of(call, answer)) if call.key else before.answers
+        return answer, answers, check_size(twin, answers, call.service.settings.session_bytes)
+
+    answer, answers, nbytes = await call.thread(steps())
+    call.hold(answer)
     call.check_deadline()
-    answers = with_answer(before.answers, call.key, done_of(call, answer)) if call.key else before.answers
     with call.service.stage("commit"):
-        committed = await call.tenant.sessions.commit(entry, before, twin, answers)
+        committed = await call.tenant.sessions.commit(entry, before, twin, answers, nbytes=nbytes)
     return answer if committed else None
 
 
@@ -306,51 +334,59 @@ def _novelty(ids: Sequence[str], session: Session, facts: FactStore) -> dict[str
     return dict(zip(rows, novelty.tolist(), strict=True))
 
 
-async def _sentence_vectors(call: Call, output: str) -> dict[str, Any] | None:
-    """Vectors of an output's sentences where the server embeds, else None."""
+async def _word_count(call: Call, entry: Entry, output: str, **options: Any) -> WordCount:
+    """The words of an output per sub-query: by vectors where the server embeds, a batch of sentences at a time."""
+    count = WordCount(entry.now.session.sub_queries, **options)
     if call.service.embedder_for(call.tenant) is None:
-        return None
-    sentences = split_sentences(output)
-    return dict(zip(sentences, await call.embed(sentences, "output"), strict=True)) if sentences else {}
-
-
-def _assessed(
-    call: Call, entry: Entry, session: Session, output: str, vectors: dict[str, Any] | None, **options: Any
-) -> WindowReport:
-    tenant = call.tenant
-    if vectors is None:
-        return assess(output, session.sub_queries, written=session.words, **options)
+        await call.thread(count.by_words_steps(output))
+        return count
     if entry.thresholds is None:
-        entry.thresholds = similarity_thresholds(tenant.facts.facts, session.sub_queries)
-    return assess(
-        output,
-        session.sub_queries,
-        lambda texts: np.stack([vectors[text] for text in texts]),
-        min_similarity=entry.thresholds,
-        written=session.words,
-        **options,
-    )
+        entry.thresholds = await call.thread(threshold_steps(call.tenant.facts.facts, count.sub_queries))
+    thresholds, candidates = entry.thresholds, sentence_candidates(output)
+    while sentences := await call.thread(_sentence_steps(candidates)):
+        vectors = await call.embed(sentences, "output")
+        await call.thread(functools.partial(count.add_vectors, sentences, vectors, thresholds))
+    return count
 
 
-async def sub_query_vectors(call: Call, items: Sequence[schema.NewSubQuery]) -> list[Any]:
-    """A vector for each sub-query: its own, or one that the server makes."""
+def _sentence_steps(candidates: Iterator[str]) -> Generator[None, None, list[str]]:
+    """The next sentences, `BATCH` of them; none at the end."""
+    sentences = []
+    for number, part in enumerate(candidates, start=1):
+        if has_token(part):
+            sentences.append(part)
+            if len(sentences) == BATCH:
+                break
+        if number % STEP == 0:
+            yield
+    return sentences
+
+
+async def embedded_sub_queries(call: Call, items: Sequence[schema.NewSubQuery]) -> dict[int, Any]:
+    """Vectors that the server makes, by the place of the sub-query: for those that came without."""
     bare = [i for i, item in enumerate(items) if item.embedding is None]
     made: Any = await call.embed([items[i].text for i in bare], f"sub_queries[{bare[0]}].embedding") if bare else []
-    given = dict(zip(bare, made, strict=True))
+    return dict(zip(bare, made, strict=True))
+
+
+def sub_queries(items: Sequence[schema.NewSubQuery], made: Mapping[int, Any], dim: int) -> list[SubQuery]:
+    """The task's decomposition. made: see `embedded_sub_queries`."""
     return [
-        given[i]
-        if item.embedding is None
-        else schema.vector(item.embedding, call.tenant.dim, f"sub_queries[{i}].embedding")
+        SubQuery(
+            item.id,
+            item.label,
+            item.text,
+            made[i] if item.embedding is None else schema.vector(item.embedding, dim, f"sub_queries[{i}].embedding"),
+            expected_words=item.expected_words,
+            marginal=item.marginal,
+        )
         for i, item in enumerate(items)
     ]
 
 
-def sub_queries(items: Sequence[schema.NewSubQuery], vectors: Sequence[Any]) -> list[SubQuery]:
-    """The task's decomposition."""
-    return [
-        SubQuery(item.id, item.label, item.text, vector, expected_words=item.expected_words, marginal=item.marginal)
-        for item, vector in zip(items, vectors, strict=True)
-    ]
+def session_answer(call: Call, id: str, session: Session) -> Answer:
+    """A session as clients see it, encoded."""
+    return call.answer(session_body(id, session))
 
 
 def session_body(id: str, session: Session) -> schema.SessionBody:

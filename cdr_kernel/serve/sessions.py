@@ -11,10 +11,11 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from sys import getsizeof
 from time import monotonic
 from typing import Protocol
 
-from cdr_kernel.serve.errors import not_found
+from cdr_kernel.serve.errors import invalid, not_found
 from cdr_kernel.serve.idempotency import Answers, Done
 from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.session import Session
@@ -31,11 +32,16 @@ def new_id() -> str:
 @dataclass(frozen=True, eq=False)
 class Version:
     """A session at one moment. number: no other version of it has this one. answers: of its last updates by
-    Idempotency-Key."""
+    Idempotency-Key. nbytes: see `size_of_session`, which is asked where it is not known."""
 
     session: Session
     number: int = 1
     answers: dict[str, Done] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.nbytes:
+            object.__setattr__(self, "nbytes", size_of_session(self.session, self.answers))
 
 
 @dataclass(eq=False)
@@ -63,18 +69,37 @@ def with_answer(answers: dict[str, Done], key: str | None, done: Done) -> dict[s
     return dict(kept[-KEPT_ANSWERS:])
 
 
-def size_of(entry: Entry) -> int:
-    """About what a session takes in memory, bytes."""
-    session = entry.now.session
+def size_of_session(session: Session, answers: dict[str, Done]) -> int:
+    """About what a session takes in memory with its kept answers, bytes. Takes a while where it has packed many facts:
+    for the pool."""
     state = session.state
     vectors = 2 * session.embeddings.nbytes
-    texts = sum(len(item.id) + len(item.label) + len(item.text) + 400 for item in session.sub_queries)
+    texts = sum(getsizeof(item.id) + getsizeof(item.label) + getsizeof(item.text) + 400 for item in session.sub_queries)
     guard = 0 if state.guard is None else state.guard.nbytes
-    direction = 0 if state.feedback is None or state.feedback.direction is None else state.feedback.direction.nbytes
-    direction += 0 if state.feedback is None else 130 * len(state.feedback.words or ())
-    changing = 150 * len(state.packed) + 200 * len(state.coverage) + 100 * len(state.words) + guard + direction
-    kept = sum(done.nbytes for done in entry.now.answers.values())
-    return 2000 + vectors + texts + changing + kept + (0 if entry.window is None else entry.window.nbytes)
+    feedback = 0
+    if state.feedback is not None:
+        direction = 0 if state.feedback.direction is None else state.feedback.direction.nbytes
+        words = sum(90 + getsizeof(word) for word, _ in state.feedback.words or ())
+        feedback = direction + words + sum(8 + getsizeof(id) for id in state.feedback.fact_ids)
+    packed = sum(map(getsizeof, state.packed)) + 100 * len(state.packed)
+    changing = packed + 200 * len(state.coverage) + 100 * len(state.words) + guard + feedback
+    kept = sum(getsizeof(key) + done.nbytes for key, done in answers.items())
+    return 2000 + vectors + texts + changing + kept
+
+
+def check_size(session: Session, answers: dict[str, Done], most: int) -> int:
+    """What `size_of_session` says. Raises `Refusal` 413 for more than a tenant's sessions may take together."""
+    size = size_of_session(session, answers)
+    if size > most:
+        expected = f"a session of at most {most} bytes (--session-mb): shorter outputs, or fewer windows and names"
+        raise invalid("session", expected, f"{size} bytes", status=413, code="too_large")
+    return size
+
+
+def size_of(entry: Entry) -> int:
+    """About what a session takes in memory as it is served, bytes."""
+    window = 0 if entry.window is None else entry.window.nbytes
+    return entry.now.nbytes + window + 100 * len(entry.thresholds or ())
 
 
 class Sessions(Protocol):
@@ -91,8 +116,11 @@ class Sessions(Protocol):
     async def create(self, session: Session, *, id: str | None = None, answers: dict[str, Done] | None = None) -> Entry:
         """A session from now on. Raises KeyError where the id is taken."""
 
-    async def commit(self, entry: Entry, before: Version, session: Session, answers: dict[str, Done]) -> bool:
-        """Put a changed snapshot of a version in its place; False, and nothing done, where somebody else was first."""
+    async def commit(
+        self, entry: Entry, before: Version, session: Session, answers: dict[str, Done], *, nbytes: int = 0
+    ) -> bool:
+        """Put a changed snapshot of a version in its place; False, and nothing done, where somebody else was first.
+        nbytes: what `size_of_session` says of it, 0 where it was not asked."""
 
     async def keep_window(self, entry: Entry, window: KeptWindow) -> None:
         """Remember a ranking until the next commit."""
@@ -177,13 +205,15 @@ class LocalSessions:
             self.drop(oldest)
             self._evicted("lru")
 
-    async def commit(self, entry: Entry, before: Version, session: Session, answers: dict[str, Done]) -> bool:
+    async def commit(
+        self, entry: Entry, before: Version, session: Session, answers: dict[str, Done], *, nbytes: int = 0
+    ) -> bool:
         """See `Sessions`. Raises `Refusal` 404 where the session has gone meanwhile."""
         if self._entries.get(entry.id) is not entry:
             raise not_found("session")
         if entry.now is not before:
             return False
-        self.replace(entry, Version(session, before.number + 1, answers))
+        self.replace(entry, Version(session, before.number + 1, answers, nbytes))
         return True
 
     def replace(self, entry: Entry, version: Version) -> None:

@@ -28,14 +28,18 @@ class Settings:
     embed: a sentence-transformers model for texts that come without a vector: the store's own.
     redis: URL of a Redis for sessions that replicas share.
 
-    max_body: bytes of a request. max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that
+    max_body: bytes of a request. max_answer: bytes of an answer. request_bytes: bodies of one tenant that are held at
+    once; answer_bytes: answers of one tenant that their readers have not taken yet. write_s: seconds that a reader has
+    for an answer, and a second more for each 128 KiB.
+    max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that
     go into one `rank_many`, 1 for none. rank_threads: batches at a time. max_k: facts of one ranking. max_documents: of
     one rerank.
     device: where rankings look at the rows: None for the scan on the processor, else a torch device such as "cuda",
     which holds them in device_dtype (see `DeviceRows`; None: the store's). The answers are the same.
     deadline_s: seconds a request may take unless its CDR-Deadline-Ms says less.
     session_ttl_s: seconds since a session was last used. max_sessions, session_bytes: what sessions of one tenant may
-    take in this process; the least recently used ones go first. row_cache_bytes: what rankings keep between windows,
+    take in this process; the least recently used ones go first. redis_sessions, redis_bytes: the same in Redis, of all
+    replicas together. row_cache_bytes: what rankings keep between windows,
     of one tenant. threads: that pack, encode and write facts. refresh_s: seconds between looks at durable stores for
     what other processes have changed.
     drain_s: seconds between SIGTERM (not ready) and closing the port. stop_s: seconds that accepted requests then get.
@@ -55,6 +59,10 @@ class Settings:
     embed: str | None = None
     redis: str | None = field(default=None, repr=False)
     max_body: int = 16 * MIB
+    max_answer: int = 64 * MIB
+    request_bytes: int = 256 * MIB
+    answer_bytes: int = 256 * MIB
+    write_s: float = 30.0
     max_queue: int = 128
     max_batch: int = 8
     rank_threads: int = 2
@@ -66,6 +74,8 @@ class Settings:
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000
     session_bytes: int = 512 * MIB
+    redis_sessions: int = 100_000
+    redis_bytes: int = 2048 * MIB
     row_cache_bytes: int = 256 * MIB
     threads: int = 2
     refresh_s: float = 1.0
@@ -78,7 +88,8 @@ class Settings:
         object.__setattr__(self, "store", Path(self.store))
         if self.keys is not None:
             object.__setattr__(self, "keys", Path(self.keys))
-        least: dict[str, float] = {"port": 0, "drain_s": 0.0, "stop_s": 0.0, "row_cache_bytes": 0, "max_body": 1024}
+        least: dict[str, float] = {"port": 0, "drain_s": 0.0, "stop_s": 0.0, "row_cache_bytes": 0}
+        least |= dict.fromkeys(("max_body", "max_answer", "request_bytes", "answer_bytes"), 1024)
         for item in fields(self):
             value: Any = getattr(self, item.name)
             if item.type not in ("int", "float"):
@@ -89,6 +100,10 @@ class Settings:
             low = least.get(item.name, 1 if item.type == "int" else 0.001)
             if not low <= value < float("inf"):
                 raise ValueError(f"{item.name}: expected a finite number, at least {low:g}, got {value!r}")
+        if self.request_bytes < self.max_body:
+            raise ValueError(f"request_bytes: expected at least max_body, {self.max_body}, got {self.request_bytes}")
+        if self.answer_bytes < self.max_answer:
+            raise ValueError(f"answer_bytes: expected at least max_answer, {self.max_answer}, got {self.answer_bytes}")
         if self.port > 65535:
             raise ValueError(f"port: expected at most 65535, got {self.port}")
         if self.device_dtype is not None and self.device is None:
