@@ -18,7 +18,7 @@ from cdr_kernel.checks import counted, few
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
-from cdr_kernel.kept import KeptRows
+from cdr_kernel.kept import KeptRows, Shares
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores
 from cdr_kernel.session import Session
@@ -418,7 +418,8 @@ class Question:
         pulling = self.state.residual if len(columns.residual) else ()
         remaining = np.array([index[item.id] for item in pulling], np.int64)
         kept = self.retriever.cache.with_values(self.session, kept, columns, self.session.embeddings, self.view)
-        chosen = kept.best(positions, columns, shares, remaining, strength * _after_guard(overlap), k)
+        covered = Shares(shares, len(entries))
+        chosen = kept.best(positions, columns, covered, remaining, strength * _after_guard(overlap), k)
         return np.searchsorted(positions, chosen)
 
 

@@ -36,8 +36,8 @@ class Scores:
 
     rows: int64, positions in the embeddings, ascending (with k: best first, ties by row). score: with the n-gram
     penalty of §5.2 (reading R2); score_without_guard: without it. relevance and residual_pull in [-1, 1] for the
-    specification's columns; coverage in [-1, 1] and novelty in [0.20, 2] (reading R3: literal, unclamped), which
-    rounding may leave by a last bit at 1 and 2.
+    specification's columns; coverage in [-1, 1] and novelty in [0.20, 2] (reading R3: literal, unclamped). Rounding
+    may exceed -1, 1 and 2 by a few last bits, one for every dimension and coverage entry at most.
     """
 
     rows: Int64
