@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_array, scale_rows
-from cdr_kernel.checks import check_integer, check_number
+from cdr_kernel.checks import check_integer, check_number, check_order
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import tokenize
@@ -140,6 +140,7 @@ def assess(
 
 
 def _check_sub_queries(sub_queries: Sequence[SubQuery]) -> tuple[SubQuery, ...]:
+    check_order(sub_queries, "sub_queries")
     items = tuple(sub_queries)
     for item in items:
         if not isinstance(item, SubQuery):

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Growing, Int64
+from cdr_kernel.checks import check_order
 from cdr_kernel.folder import read_array, synced
 
 Value: TypeAlias = str | int | float | bool
@@ -200,6 +201,7 @@ def checked_attributes(given: Mapping[str, Sequence[Value | None]] | None, m: in
         where = f"attributes[{name!r}]"
         if isinstance(values, str | bytes):
             raise TypeError(f"{where}: expected one value per id, got one {type(values).__name__}")
+        check_order(values, where)
         listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
         if len(listed) != m:
             raise ValueError(f"{where}: expected {m} entries (one per id), got {len(listed)}")

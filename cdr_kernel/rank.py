@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cdr_kernel import _C, frame
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
-from cdr_kernel.checks import counted, few
+from cdr_kernel.checks import check_order, counted, few
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
@@ -194,10 +194,12 @@ def rank_many(
     """
     if not isinstance(retriever, Retriever) and not hasattr(retriever, "rank_many"):
         raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
+    check_order(sessions, "sessions")
     for session in sessions:
         if not isinstance(session, Session):
             raise TypeError(f"session: expected a Session, got {type(session).__name__}")
     check_k(k)
+    check_order(queries, "queries")
     if len(queries) != len(sessions):
         raise ValueError(f"queries: expected {len(sessions)} (one per session), got {len(queries)}")
     if not isinstance(retriever, Retriever):

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, as_blocks, factor, is_tensor, safe_blocks
+from cdr_kernel.checks import check_order
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 
@@ -218,6 +219,7 @@ def cdr_score(
     single = isinstance(columns, Columns)
     if not isinstance(columns, Columns | Iterable):
         raise TypeError(f"columns: expected Columns or a sequence of them, got {type(columns).__name__}")
+    check_order(columns, "columns")
     sessions: list[Columns] = [columns] if isinstance(columns, Columns) else list(columns)
     for c in sessions:
         if not isinstance(c, Columns):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cdr_kernel import store_folder
 from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, odd_row, scale_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
-from cdr_kernel.checks import check_strings, counted, few
+from cdr_kernel.checks import check_order, check_strings, counted, few
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
@@ -505,7 +505,7 @@ class FactStore:
         """
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
-        wanted = list(dict.fromkeys(check_strings(ids, "ids")))
+        wanted = list(dict.fromkeys(check_strings(ids, "ids", ordered=False)))
         with self._lock:
             known = self._rows()
             absent = [i for i in wanted if i not in known]
@@ -660,6 +660,7 @@ def _same_length(values: Sequence[Any], m: int, name: str) -> None:
 
 
 def _numbers(values: Sequence[int], m: int) -> Int64:
+    check_order(values, "sequence")
     out = np.asarray(values)
     if out.shape != (m,) or (m and out.dtype.kind not in "iu"):
         raise ValueError(f"sequence: expected {m} integers (one per id), got {out.dtype} {list(out.shape)}")
@@ -671,6 +672,7 @@ def _numbers(values: Sequence[int], m: int) -> Int64:
 def _positions(values: Sequence[int | None] | None, m: int) -> Int64:
     if values is None:
         return np.full(m, NO_POSITION, np.int64)
+    check_order(values, "position")
     out = list(values)
     _same_length(out, m, "position")
     for i, v in enumerate(out):
