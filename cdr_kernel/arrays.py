@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from numbers import Real
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +37,65 @@ def as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
     x: lists, tuples, numpy arrays of any layout and endianness, torch tensors (bfloat16 becomes float32,
     which is exact). Integers become float64. Raises TypeError for anything that is not numbers, ValueError for
     another number of dimensions than ndim, masked values, and tensors that are not dense (sparse, nested, quantised,
-    float8, without storage).
+    float8, without storage). Of a list of vectors the first that is wrong is named.
     """
-    if _masked(x) or (ndim == 2 and isinstance(x, list | tuple) and any(map(_masked, x))):
+    if ndim == 2 and isinstance(x, list | tuple) and any(map(_masked, x)):
+        raise ValueError(f"{name}: expected no masked values")
+    try:
+        return _as_array(x, ndim, name)
+    except (TypeError, ValueError):
+        wrong = odd_row(x) if ndim == 2 else None
+        if wrong is None:
+            raise
+        raise wrong.error(f"{name}: expected a vector of numbers in row {wrong.row}, got {wrong.got}") from None
+
+
+class OddRow(NamedTuple):
+    """A vector that is none, or of another length than it should be: which one, what came, and the error to raise."""
+
+    row: int
+    got: str
+    error: type[Exception]
+
+
+def odd_row(rows: Any, dim: int | None = None) -> OddRow | None:
+    """The first of several vectors that is wrong; None where all are right, or rows is no list of vectors.
+
+    dim: the length that all should have, by default that of the first.
+    """
+    if not isinstance(rows, list | tuple) and not (isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim):
+        return None
+    first = 0
+    if len(rows) and isinstance(rows[0], Real):  # one vector, not several
+        return None
+    for i, row in enumerate(rows):
+        if row is None or isinstance(row, str | bytes):
+            return OddRow(i, "None" if row is None else f"{type(row).__name__} {row[:20]!r}", TypeError)
+        try:
+            vector = _as_array(row, 1, "row")
+        except (TypeError, ValueError) as error:
+            return OddRow(i, *_wrong_in(row, error))
+        first = len(vector) if i == 0 else first
+        if len(vector) != (dim or first):
+            return OddRow(i, f"{len(vector)} numbers" + ("" if dim else f" where row 0 has {first}"), ValueError)
+    return None
+
+
+def _wrong_in(row: Any, error: Exception) -> tuple[str, type[Exception]]:
+    """What is wrong with one vector, and the error to raise."""
+    if _masked(row):
+        return "masked values", ValueError
+    shape = np.shape(row) if isinstance(row, np.ndarray) or is_tensor(row) else None
+    if shape is not None and len(shape) != 1:
+        return f"an array of shape {list(shape)}", ValueError
+    for j, value in enumerate(row if isinstance(row, list | tuple | np.ndarray) else ()):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return f"one with {type(value).__name__} at place {j}", TypeError
+    return type(row).__name__, type(error)
+
+
+def _as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
+    if _masked(x):
         raise ValueError(f"{name}: expected no masked values")
     try:
         if is_tensor(x):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_array, scale_rows
-from cdr_kernel.checks import check_integer, check_number
+from cdr_kernel.checks import check_integer, check_number, check_order
 from cdr_kernel.steps import finish
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
@@ -246,6 +246,7 @@ class WordCount:
 
 
 def _check_sub_queries(sub_queries: Sequence[SubQuery]) -> tuple[SubQuery, ...]:
+    check_order(sub_queries, "sub_queries")
     items = tuple(sub_queries)
     for item in items:
         if not isinstance(item, SubQuery):

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Growing, Int64
+from cdr_kernel.checks import check_order
 from cdr_kernel.folder import read_array, synced
 
 Value: TypeAlias = str | int | float | bool
@@ -151,6 +152,9 @@ def one_kind(values: Sequence[Any], name: str) -> tuple[type | None, list[Value 
 
     Raises TypeError for another type and for several, ValueError for a number that is not finite or too large.
     """
+    types = set(map(type, values)) - {type(None)}
+    if len(types) <= 1 and _in_range(next(iter(types), str), values):  # as most are, and the long ones
+        return next(iter(types), None), list(values)
     kinds: set[type] = set()
     out: list[Value | None] = []
     for i, value in enumerate(values):
@@ -172,6 +176,16 @@ def one_kind(values: Sequence[Any], name: str) -> tuple[type | None, list[Value 
     return next(iter(kinds), None), out
 
 
+def _in_range(kind: type, values: Sequence[Any]) -> bool:
+    """Whether all values, of this very type or None, can go into a column."""
+    if kind in (str, bool):
+        return True
+    present = [value for value in values if value is not None]
+    if kind is int:
+        return bool(max(map(abs, present)) <= _LARGEST)
+    return kind is float and all(map(math.isfinite, present))
+
+
 def checked_attributes(given: Mapping[str, Sequence[Value | None]] | None, m: int) -> Attributes:
     """Columns as a caller gave them, checked: m values each. Columns without any value are left out."""
     if given is None:
@@ -190,6 +204,7 @@ def checked_attributes(given: Mapping[str, Sequence[Value | None]] | None, m: in
         where = f"attributes[{name!r}]"
         if isinstance(values, str | bytes):
             raise TypeError(f"{where}: expected one value per id, got one {type(values).__name__}")
+        check_order(values, where)
         listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
         if len(listed) != m:
             raise ValueError(f"{where}: expected {m} entries (one per id), got {len(listed)}")
@@ -224,21 +239,41 @@ def where_text(where: Where | None) -> str:
     return f"({' and '.join(parts)})"
 
 
-def where_key(where: Where, n: int, within: bytes) -> bytes:
-    """What tells one filter from another, for caches; checks what is no mapping. within: the key of what it limits."""
+def check_mask(mask: Any, n: int) -> npt.NDArray[np.bool_]:
+    """A filter that is no mapping, as bool [n]: TypeError for another type, ValueError for another length."""
+    found = np.asarray(mask)
+    if found.dtype != np.bool_:
+        raise TypeError(f"where: expected a mapping or a bool array, got {type(mask).__name__} of {found.dtype}")
+    if found.shape != (n,):
+        raise ValueError(f"where: expected {n} entries (one per fact, in the order of ids), got {list(found.shape)}")
+    return found
+
+
+def mapping_key(where: Mapping[str, Any], within: bytes) -> bytes:
+    """What tells one mapping of names to several values from another, for caches. within: the key of what it limits.
+
+    It holds for every version of a store: which facts have the values is asked of each version anew.
+    """
     digest = hashlib.blake2b(within, digest_size=16)
-    if isinstance(where, Mapping):
-        for name in sorted(where, key=str):
-            if not isinstance(name, str):
-                raise TypeError(f"where: expected names that are str, got {type(name).__name__}")
-            values = sorted(f"{type(value).__name__} {value!r}" for value in chosen(where[name]))
-            digest.update(json.dumps([name, values]).encode())
-        return digest.digest()
-    mask = np.asarray(where)
-    if mask.dtype != np.bool_:
-        raise TypeError(f"where: expected a mapping or a bool array, got {type(where).__name__} of {mask.dtype}")
-    if mask.shape != (n,):
-        raise ValueError(f"where: expected {n} entries (one per fact, in the order of ids), got {list(mask.shape)}")
-    digest.update(b"mask")
-    digest.update(np.packbits(mask).tobytes())
+    for name in sorted(where, key=str):
+        if not isinstance(name, str):
+            raise TypeError(f"where: expected names that are str, got {type(name).__name__}")
+        values = where[name]
+        types = set(map(type, values))
+        if len(types) == 1 and types < {str, int, float, bool}:
+            written: list[Any] = [name, types.pop().__name__, sorted(values)]
+        else:
+            written = [name, sorted(f"{type(value).__name__} {value!r}" for value in values)]
+        digest.update(json.dumps(written).encode())
+    return digest.digest()
+
+
+def rows_key(selected: npt.NDArray[np.bool_], layout: int) -> bytes:
+    """What tells the rows that a mask stands for, bool by row, from others, for caches.
+
+    A mask says nothing by itself: its places are those of one version's facts. So its name is made of the rows, which
+    keep their numbers within a layout, and rows that come later change nothing of it.
+    """
+    digest = hashlib.blake2b(b"rows %d " % layout, digest_size=16)
+    digest.update(np.packbits(selected).tobytes().rstrip(b"\0"))
     return digest.digest()

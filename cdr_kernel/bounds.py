@@ -9,6 +9,9 @@ inequality: |u·v - ũ·ṽ| <= |u - ũ| |v| + |ũ| |v - ṽ|. Both distances ar
 are copied (``error``, per row; none for rows held as they are), that of the columns when they are packed. Products and
 sums of D terms in float32 lose at most D 2^-23 |ũ||ṽ| in any order, twice that in tensor cores, which truncate; tf32
 keeps 11 bits of each factor. The rest is a few roundings of float32 numbers whose sizes are known.
+
+A coverage functional is a column like the others: however many entries it was summed from, and whatever that lost, the
+exact routine's coverage is its product with the row. So its margin counts D roundings of its own length, not E.
 """
 
 from __future__ import annotations
@@ -223,7 +226,7 @@ class _Settings:
         shape = (len(sessions), roles)
         self.dim = sessions[0].dim
         self.scale, self.shift, self.weight = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self.gate, norms = np.full(shape, np.inf), np.ones(shape)
+        self.gate, norms, cover_sizes = np.full(shape, np.inf), np.ones(shape), np.zeros(len(sessions))
         self.vectors = np.zeros((*shape, self.dim))
         self.pulls = np.zeros(shape, np.bool_)  # all but coverage: the columns that may be gates
         self.gate_only = np.zeros(shape, np.bool_)
@@ -235,8 +238,8 @@ class _Settings:
             )  # fmt: skip
             norms[b, :n] = np.sqrt(c.compiled.squared_norms)
             self.vectors[b, QUERY], self.vectors[b, RESIDUAL:n] = c.query, c.residual
-            if c.coverage is not None:
-                self.vectors[b, COVERAGE] = c.coverage
+            self.vectors[b, COVERAGE], cover_sizes[b] = c.coverage_parts  # its square may be out of range
+            norms[b, COVERAGE] = np.linalg.norm(self.vectors[b, COVERAGE]) or 1.0
             self.pulls[b, :n] = True
             if c.gate_only is not None:
                 self.gate_only[b, :n] = c.gate_only
@@ -251,9 +254,9 @@ class _Settings:
         self.floor = np.where(np.array(floors), 0.0, -np.inf)
         self.novelty_cap = np.array([1.0 if c.clamp_novelty else np.inf for c in sessions])
         covered = np.array([c.coverage is not None for c in sessions])
-        self.cover_scale = self.scale[:, COVERAGE] * norms[:, COVERAGE] * covered
+        with np.errstate(over="ignore"):
+            self.cover_scale = self.scale[:, COVERAGE] * (norms[:, COVERAGE] * cover_sizes)
         self.cover_shift = self.shift[:, COVERAGE] * covered
-        norms[norms == 0.0] = 1.0  # a coverage functional may be zero
 
         self.size = np.abs(self.shift) + np.maximum(self.most_added, -self.least_added)
         sizes = np.where(self.pulls, np.maximum(np.abs(self.scale), self.size), 0.0).max(axis=1)

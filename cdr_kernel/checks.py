@@ -4,7 +4,7 @@ value."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Reversible, Sequence, Set
 from numbers import Integral, Real
 from typing import Any
 
@@ -58,13 +58,26 @@ def check_choice(value: object, name: str, known: Sequence[str]) -> str:
     return value
 
 
-def check_strings(values: Any, name: str, optional: bool = False) -> list[Any]:
+def check_order(values: object, name: str) -> None:
+    """TypeError for a set, whose order is random: it would decide which values belong together, or how equal scores
+    are ordered. What keeps an order is taken: lists, arrays, generators, the keys of a dict."""
+    if isinstance(values, Set) and not isinstance(values, Reversible):
+        raise TypeError(
+            f"{name}: expected a list or another sequence, got a {type(values).__name__}, whose order is random: pass "
+            "a list in the order that is meant"
+        )
+
+
+def check_strings(values: Any, name: str, optional: bool = False, ordered: bool = True) -> list[Any]:
     """Strings that were given one by one or as an array, listed. TypeError for one string, and for what is none.
 
-    optional: whether None may stand for a string that is missing.
+    optional: whether None may stand for a string that is missing. ordered: whether their order matters, so that a set
+    is a TypeError too.
     """
     if isinstance(values, str | bytes):
         raise TypeError(f"{name}: expected a sequence of str, got one {type(values).__name__}")
+    if ordered:
+        check_order(values, name)
     out = values.tolist() if isinstance(values, np.ndarray) else list(values)
     for i, v in enumerate(out):
         if not (isinstance(v, str) or (optional and v is None)):

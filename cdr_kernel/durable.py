@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from cdr_kernel import checksums, commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Value
-from cdr_kernel.checks import check_strings
+from cdr_kernel.checks import check_order, check_strings
 from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.folder import turn
@@ -555,8 +555,9 @@ class _Closed(Exception):
 
 def _listed(ids: Sequence[str]) -> Sequence[str]:
     """Ids that are gone through more than once; one string is left for the check that refuses it."""
+    check_order(ids, "ids")
     return ids if isinstance(ids, str | bytes) else list(ids)
 
 
 def _distinct(ids: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(check_strings(ids, "ids")))
+    return list(dict.fromkeys(check_strings(ids, "ids", ordered=False)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,14 @@ FEW_ROWS = 1024
 """Up to here all cosines cost one window little more than a look at the codes, and the windows after it less."""
 _ULP = float(np.finfo(np.float64).eps)
 _TINY = float(np.finfo(np.float64).tiny)  # more than what numbers lose that are too small for a full mantissa
+
+
+class Shares(NamedTuple):
+    """What a session covered: shares float64 [S], of each sub-query (the sum of its depths over that of all), and how
+    many entries that is."""
+
+    shares: Float64
+    entries: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,25 +101,38 @@ class KeptRows:
         return np.flatnonzero(high >= np.partition(low, len(low) - k)[len(low) - k])
 
     def best(
-        self, positions: Int64, columns: Columns, shares: Float64, remaining: Int64, strength: Float64 | None, k: int
+        self, positions: Int64, columns: Columns, coverage: Shares, remaining: Int64, strength: Float64 | None, k: int
     ) -> Int64:
         """Those of the positions, ascending, that may hold the k best scores, and all that tie with them.
 
-        shares: [S], the share of each vector in the coverage (Σ depth of its entries over all); remaining: the vectors
-        that pull; strength: [len(positions)], what multiplies effective relevance and novelty, default 1.
-        The kept cosines are the exact routine's own. Only the coverage is summed in another order, so scores are off
-        by no more than (D + 16) ulp of what multiplies it, taken fourfold, and by what tiny ones lose.
+        coverage: the share of each of ``vectors`` in it; remaining: the vectors that pull; strength:
+        [len(positions)], what multiplies effective relevance and novelty, default 1.
+
+        The cosines are the exact routine's own. Only the coverage is summed in another order, so this is what the
+        two sums may differ by. With u = 2^-53, E entries of weights w_e >= 0, Σ w_e <= 1 + u, and unit vectors v_e:
+
+        1. The exact routine takes the dot product with the centroid fl(Σ w_e v_e), summed in the order of the
+           entries. Each of its components is off by (E + 5) u Σ w_e |v_e| (a weight, a norm, a quotient, a product,
+           E sums), so the whole vector is off by (E + 5) u in length, however short the entries leave it.
+        2. The product with a unit row adds (D / 8 + 4) u in eight lanes, and 4 u with the row's norm.
+        3. Here a share is off by E u of itself (its entries one by one), a cosine by (D / 8 + 8) u, and their
+           products and sums by (E + 1) u, since no more than E shares are above zero.
+
+        Together (D / 4 + 3 E + 22) u. The slack is 4 (D + E + 16) ulp = 8 (D + E + 16) u of what multiplies the
+        coverage: above twice that, which leaves room for the few roundings of the score itself; _TINY is for scores
+        that are too small for a full mantissa.
         """
         assert self.values is not None
         values = self.values[positions]
         effective = values[:, 0]
         pull = values[:, 1 + remaining].max(axis=1) if len(remaining) else 0.0
         effective = np.maximum(effective, pull)
-        novelty = np.maximum(1.0 - np.minimum(values[:, 1:] @ shares, COVERAGE_PENALTY_CAP), MIN_NOVELTY_FLOOR)
+        covered = values[:, 1:] @ coverage.shares
+        novelty = np.maximum(1.0 - np.minimum(covered, COVERAGE_PENALTY_CAP), MIN_NOVELTY_FLOOR)
         if columns.clamp_novelty:
             novelty = np.minimum(novelty, 1.0)
         score = effective * novelty
-        off = np.abs(effective) * (4.0 * (columns.dim + 16) * _ULP)
+        off = np.abs(effective) * (4.0 * (columns.dim + coverage.entries + 16) * _ULP)
         if strength is not None:
             score, off = score * strength, off * strength + _TINY
         lower = score - off

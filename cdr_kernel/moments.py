@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 
 from cdr_kernel.arrays import Int64
+from cdr_kernel.checks import check_order
 from cdr_kernel.store import Checked, StoreView
 
 EXPIRES = "_expires_at"
@@ -41,6 +42,7 @@ def microseconds(moments: Sequence[datetime | float | None] | None, m: int) -> l
     """When each of m facts expires; None for never, and for all where nothing was given."""
     if moments is None:
         return [None] * m
+    check_order(moments, "expires_at")
     listed = list(moments)
     if len(listed) != m:
         raise ValueError(f"expires_at: expected {m} entries (one per id), got {len(listed)}")

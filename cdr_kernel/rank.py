@@ -13,12 +13,12 @@ import numpy.typing as npt
 from cdr_kernel import _C, frame
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
-from cdr_kernel.checks import counted, few
+from cdr_kernel.checks import check_order, counted, few
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
 from cdr_kernel.forks import cached_property
-from cdr_kernel.kept import KeptRows
+from cdr_kernel.kept import KeptRows, Shares
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores
 from cdr_kernel.session import Session
@@ -250,10 +250,12 @@ def rank_many(
     """
     if not isinstance(retriever, Retriever) and not hasattr(retriever, "rank_many"):
         raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")
+    check_order(sessions, "sessions")
     for session in sessions:
         if not isinstance(session, Session):
             raise TypeError(f"session: expected a Session, got {type(session).__name__}")
     check_k(k)
+    check_order(queries, "queries")
     if len(queries) != len(sessions):
         raise ValueError(f"queries: expected {len(sessions)} (one per session), got {len(queries)}")
     if not isinstance(retriever, Retriever):
@@ -478,7 +480,8 @@ class Question:
         pulling = self.state.residual if len(columns.residual) else ()
         remaining = np.array([index[item.id] for item in pulling], np.int64)
         kept = self.retriever.cache.with_values(self.session, kept, columns, self.session.embeddings, self.view)
-        chosen = kept.best(positions, columns, shares, remaining, strength * _after_guard(overlap), k)
+        covered = Shares(shares, len(entries))
+        chosen = kept.best(positions, columns, covered, remaining, strength * _after_guard(overlap), k)
         return np.searchsorted(positions, chosen)
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, as_blocks, factor, is_tensor, safe_blocks
+from cdr_kernel.checks import check_order
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 
@@ -36,8 +37,8 @@ class Scores:
 
     rows: int64, positions in the embeddings, ascending (with k: best first, ties by row). score: with the n-gram
     penalty of §5.2 (reading R2); score_without_guard: without it. relevance and residual_pull in [-1, 1] for the
-    specification's columns; coverage in [-1, 1] and novelty in [0.20, 2] (reading R3: literal, unclamped), which
-    rounding may leave by a last bit at 1 and 2.
+    specification's columns; coverage in [-1, 1] and novelty in [0.20, 2] (reading R3: literal, unclamped). Rounding
+    may exceed -1, 1 and 2 by a few last bits, one for every dimension and coverage entry at most.
     """
 
     rows: Int64
@@ -218,6 +219,7 @@ def cdr_score(
     single = isinstance(columns, Columns)
     if not isinstance(columns, Columns | Iterable):
         raise TypeError(f"columns: expected Columns or a sequence of them, got {type(columns).__name__}")
+    check_order(columns, "columns")
     sessions: list[Columns] = [columns] if isinstance(columns, Columns) else list(columns)
     for c in sessions:
         if not isinstance(c, Columns):

@@ -90,8 +90,11 @@ class _Found:
                     values[:, j] += torch.from_numpy(added).to(values)
                     size[j] += float(np.abs(added).max())
         off = scale.abs() * bound + 4 * ulp * size
-        if c.coverage is not None:  # the one column that is no unit vector
-            off[COVERAGE] *= max(1.0, float(np.linalg.norm(c.coverage)))
+        # The one column that is no unit vector. Its entries are summed already: what that lost is in the vector, and
+        # the exact routine multiplies the same one, so D roundings of its length count, however many entries it has.
+        if c.coverage is not None:
+            vector, largest = c.coverage_parts
+            off[COVERAGE] *= max(1.0, largest * float(np.linalg.norm(vector)))
         slack = off + 2 * ulp * gate.abs().nan_to_num(posinf=0.0)
         open_gate = gate == -torch.inf
         may = (values >= gate - slack) | open_gate

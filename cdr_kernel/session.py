@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from cdr_kernel import session_json
 from cdr_kernel.arrays import as_vector
-from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text
+from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_order, check_text
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import (
     CDR_MIN_RELEVANCE,
@@ -112,6 +112,7 @@ class Session:
         centred_coverage: bool | None = None,
         min_new_share: float | None = None,
     ) -> None:
+        check_order(sub_queries, "sub_queries")
         self.sub_queries = tuple(sub_queries)
         for item in self.sub_queries:
             if not isinstance(item, SubQuery):
@@ -461,6 +462,7 @@ class Session:
 
     def merge_steps(self, branches: Sequence[Session]) -> Generator[None, None, None]:
         """`merge` in steps (see `steps`), one branch at a time. Nobody else may change the session between them."""
+        check_order(branches, "branches")
         branches = tuple(branches)
         for branch in branches:
             if not isinstance(branch, Session):
@@ -606,6 +608,7 @@ class Session:
         completeness = self._check_completeness(report)
         if isinstance(report.addressed, str | bytes) or not isinstance(report.addressed, Iterable):
             raise TypeError(f"addressed must be a sequence of ids, got {report.addressed!r}")
+        check_order(report.addressed, "addressed")
         for name in ("depth_by_sub_query", "words_by_sub_query"):
             if not isinstance(getattr(report, name), Mapping):
                 raise TypeError(f"{name} must be a mapping by id, got {getattr(report, name)!r}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.checks import check_integer, check_number, check_text
+from cdr_kernel.checks import check_integer, check_number, check_order, check_text
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import Calibrated, Feedback, SessionState, SubQuery
@@ -121,6 +121,7 @@ def from_token(
     check_text(embedding_model, "embedding_model")
     if guard is not None and not isinstance(guard, NGramGuard):
         raise TypeError(f"guard must be an NGramGuard or None, got {guard!r}")
+    check_order(sub_queries, "sub_queries")
     sub_queries = tuple(sub_queries)
     try:
         data = _parse(bytes(token).decode("ascii"))

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.arrays import Float64, Int64, as_array, factor
-from cdr_kernel.attributes import Where, where_key, where_text
+from cdr_kernel.attributes import Where, check_mask, mapping_key, rows_key, where_text
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
@@ -87,10 +87,14 @@ class _Window:
 
     def limit(self, where: Where | None) -> None:
         """Ask only the facts of which this holds, as ``ShardedStore.checked_where`` left it."""
-        if where is not None:
-            self.selection = where_key(where, self.snapshot.facts, b"")
-            self.filter = where_text(where)
-            self.where = (lambda group: where) if isinstance(where, Mapping) else self.spread(np.asarray(where))
+        self.filter = where_text(where)
+        if isinstance(where, Mapping):
+            self.selection = mapping_key(where, b"")
+            self.where = lambda group: where
+        elif where is not None:
+            mask = check_mask(where, self.snapshot.facts)
+            self.selection = rows_key(mask, self.snapshot.version)
+            self.where = self.spread(mask)
 
     def sequences(self) -> dict[str, Int64]:
         """Sequence numbers of all facts by shard."""

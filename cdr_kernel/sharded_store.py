@@ -425,7 +425,7 @@ class ShardedStore:
         """As ``FactStore.remove``."""
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
-        wanted = list(dict.fromkeys(check_strings(ids, "ids")))
+        wanted = list(dict.fromkeys(check_strings(ids, "ids", ordered=False)))
         with self._lock:
             present = self._find(wanted)
             absent = [i for i in wanted if i not in present]

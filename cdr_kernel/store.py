@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import store_folder
-from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, scale_rows
+from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, odd_row, scale_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
-from cdr_kernel.checks import check_strings, counted, few
+from cdr_kernel.checks import check_order, check_strings, counted, few
 from cdr_kernel.forks import Lock
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
@@ -381,7 +381,7 @@ class FactStore:
             seen: set[str] = set()
             twice = [i for i in names if i in seen or seen.add(i)]  # type: ignore[func-returns-value]  # add() is None
             raise ValueError(f"ids: {few(twice)} more than once in one call")
-        rows, norms, flags = self._cast(embeddings, m)
+        rows, norms, flags = self._cast(embeddings, names)
         bad = np.flatnonzero(flags)
         if len(bad) and on_invalid == "raise":
             what = "not finite" if flags[bad[0]] == 1 else "all zeros"
@@ -471,8 +471,18 @@ class FactStore:
         for name, column in storage.attributes.items():
             column.write(n, found.attributes[name][1] if name in found.attributes else nothing)
 
-    def _cast(self, embeddings: Any, m: int) -> tuple[npt.NDArray[Any], Float64, npt.NDArray[np.uint8]]:
-        a = as_array(embeddings, 2, "embeddings")
+    def _cast(self, embeddings: Any, names: Sequence[str]) -> tuple[npt.NDArray[Any], Float64, npt.NDArray[np.uint8]]:
+        m = len(names)
+        try:
+            a = as_array(embeddings, 2, "embeddings")
+        except (TypeError, ValueError):
+            wrong = odd_row(embeddings, self.dim)
+            if wrong is None or wrong.row >= m:
+                raise
+            raise wrong.error(
+                f"embeddings: expected a vector of {self.dim} numbers for fact {names[wrong.row]!r} (position "
+                f"{wrong.row}), got {wrong.got}"
+            ) from None
         if len(a) != m:
             raise ValueError(f"embeddings: expected {m} rows (one per id), got {len(a)}")
         if m and a.shape[1] != self.dim:
@@ -495,7 +505,7 @@ class FactStore:
         """
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
-        wanted = list(dict.fromkeys(check_strings(ids, "ids")))
+        wanted = list(dict.fromkeys(check_strings(ids, "ids", ordered=False)))
         with self._lock:
             known = self._rows()
             absent = [i for i in wanted if i not in known]
@@ -650,6 +660,7 @@ def _same_length(values: Sequence[Any], m: int, name: str) -> None:
 
 
 def _numbers(values: Sequence[int], m: int) -> Int64:
+    check_order(values, "sequence")
     out = np.asarray(values)
     if out.shape != (m,) or (m and out.dtype.kind not in "iu"):
         raise ValueError(f"sequence: expected {m} integers (one per id), got {out.dtype} {list(out.shape)}")
@@ -661,6 +672,7 @@ def _numbers(values: Sequence[int], m: int) -> Int64:
 def _positions(values: Sequence[int | None] | None, m: int) -> Int64:
     if values is None:
         return np.full(m, NO_POSITION, np.int64)
+    check_order(values, "position")
     out = list(values)
     _same_length(out, m, "position")
     for i, v in enumerate(out):

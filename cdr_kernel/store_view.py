@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Blocks, Float64, Int64, take_rows
-from cdr_kernel.attributes import Value, Where, chosen, where_key, where_text
+from cdr_kernel.attributes import Attribute, Value, Where, check_mask, chosen, mapping_key, rows_key, where_text
 from cdr_kernel.forks import cached_property
 from cdr_kernel.store_columns import NO_POSITION, Storage
 from cdr_kernel.token_hashes import TokenRows
@@ -59,7 +59,8 @@ class StoreView:
     embedding_model: str
     _storage: Storage = field(repr=False)
     selection: bytes = b""
-    """What tells a view of some facts (`select`) from one of others, b"" for a view of all."""
+    """What tells a view of some facts (`select`) from one of others, b"" for a view of all: the mapping of names to
+    values, which holds for every version, or the very rows that a mask stands for."""
     filter: str = ""
     """What `select` was given, in words, "" for a view of all."""
     _selected: dict[bytes, StoreView] = field(default_factory=dict, repr=False)
@@ -159,11 +160,17 @@ class StoreView:
     def _mask(self, wanted: Mapping[str, Any]) -> Bool:
         mask = np.ones(self.rows, np.bool_)
         for name, values in wanted.items():
-            column = None if name.startswith("_") else self._storage.attribute(name, self.rows)
-            if column is None:
-                raise KeyError(f"where: expected source or one of {self.attribute_names}, got {name!r}")
-            mask &= column.equal(chosen(values), self.rows, f"where[{name!r}]")
+            mask &= self._column(name).equal(chosen(values), self.rows, f"where[{name!r}]")
         return mask
+
+    def _column(self, name: object) -> Attribute:
+        """The column that a filter names. TypeError for a name that is no str, KeyError where there is no such one."""
+        if not isinstance(name, str):
+            raise TypeError(f"where: expected names that are str, got {type(name).__name__}")
+        column = None if name.startswith("_") else self._storage.attribute(name, self.rows)
+        if column is None:
+            raise KeyError(f"where: expected source or one of {self.attribute_names}, got {name!r}")
+        return column
 
     def select(self, where: Where | None) -> StoreView:
         """This version with only the facts of which `where` holds: everything else is as if it had been removed.
@@ -173,18 +180,24 @@ class StoreView:
         """
         if where is None:
             return self
+        alive: Bool | None = None
         if isinstance(where, Mapping):
-            where = {name: chosen(values) for name, values in where.items()}  # some can be read only once
-        key = where_key(where, len(self), self.selection)
+            for name in where:  # before anything is made of the values, of which there may be many
+                self._column(name)
+            wanted = {name: chosen(values) for name, values in where.items()}  # some can be read only once
+            key = mapping_key(wanted, self.selection)
+        else:
+            alive = self.alive.copy()
+            alive[alive] = check_mask(where, len(self))
+            key = rows_key(alive, self.layout)
         found = self._selected.get(key)
         if found is None:
-            alive = self.alive.copy()
-            if isinstance(where, Mapping):
-                alive &= self._mask(where)
-            else:
-                alive[alive] = np.asarray(where)
+            if alive is None:
+                alive = self.alive & self._mask(wanted)
             alive.flags.writeable = False
-            text = " and ".join(filter(None, (self.filter, where_text(where))))
+            text = " and ".join(
+                filter(None, (self.filter, where_text(wanted if isinstance(where, Mapping) else where)))
+            )
             found = replace(self, alive=alive, selection=key, filter=text, _selected={})
             for old in list(self._selected)[: 1 - _SELECTIONS]:
                 self._selected.pop(old, None)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import _C
+from cdr_kernel.checks import check_order
 from cdr_kernel.tokens import PIECE, Tokenizer, ascii_form, checked_tokens, pieces, tokenize, tokenizer_name_of
 
 HashKey: TypeAlias = "bytes | int"
@@ -176,6 +177,7 @@ def take_tokens(blocks: tuple[TokenBlock, ...], rows: NDArray[np.int64] | None) 
 def checked_texts(texts: Iterable[str]) -> list[str]:
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise TypeError(f"texts: expected a sequence of str, got {type(texts).__name__}")
+    check_order(texts, "texts")
     checked = list(texts)
     for position, text in enumerate(checked):
         if not isinstance(text, str):

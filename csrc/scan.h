@@ -40,6 +40,8 @@
 //   - the screen and narrow compute in float32, ten operations: off by at most 10 2^-24 of rho + beta zeta and
 //     eps r |c|, of c0, alpha |s_g k'| and the gate. The first are taken 2^-18 larger; 2^-18 of the others makes the
 //     gate of the screen lower and is in narrow's slack. A fused multiply-add only leaves out roundings.
+// A coverage functional is such a q times its length, however many entries it was summed from: the exact routine takes
+// its product with the row, so what the entries' sum lost is in q itself and D roundings count, not one per entry.
 // A gate on scale * q.u + shift is put on q.u, -q for a negative scale, and widened by the rounding of both sides.
 #pragma once
 

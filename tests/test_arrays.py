@@ -51,6 +51,22 @@ def test_what_is_no_array_is_named():
             as_array(given, 2, "embeddings")
 
 
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([[1, 2], None], TypeError, "in row 1, got None"),
+        ([None, [1, 2]], TypeError, "in row 0, got None"),
+        (([1, 2], [3]), ValueError, "in row 1, got 1 numbers where row 0 has 2"),
+        ([[1, 2], ["3", "4"]], TypeError, "in row 1, got one with str at place 0"),
+        (np.array([np.ones(2), None], object), TypeError, "in row 1, got None"),
+        ([torch.ones(2), torch.ones(1, 2)], ValueError, r"in row 1, got an array of shape \[1, 2\]"),
+    ],
+)
+def test_the_first_vector_that_is_none_is_named(rows, error, message):
+    with pytest.raises(error, match=f"coverage: expected a vector of numbers {message}"):
+        as_array(rows, 2, "coverage")
+
+
 def test_masked_values_are_errors():
     masked = np.ma.array(ROWS, mask=[[False, True], [False, False]])
     for given in (masked, [masked[0], masked[1]], (masked[1], masked[0])):

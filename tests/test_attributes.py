@@ -9,6 +9,7 @@ import pytest
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts, rank_many
 from cdr_kernel.attributes import Attribute, checked_attributes
+from cdr_kernel.sharded import ShardedRetriever, ShardedStore
 
 MODEL, DIM, N = "toy", 16, 400
 
@@ -153,6 +154,78 @@ def test_a_mask_says_the_same_as_a_mapping_and_masks_can_be_joined():
     by_mask = rank_many(queries, retriever, sessions, where=view.where(tenant="y") & view.where(draft=[True, None]))
     for a, b in zip(by_mapping, by_mask, strict=True):
         same(a, b)
+
+
+def kinds_of(store):
+    """Retrievers of every exact kind, and shards of the same facts with their store."""
+    prepared = Retriever(store)
+    prepared.prepare()
+    return {"scan": Retriever(store), "codes": prepared, "flat": Retriever(store, "flat"),
+            "device": Retriever(store, "device")}  # fmt: skip
+
+
+def test_a_mask_is_of_the_facts_that_there_are():
+    rng = np.random.default_rng(11)
+    store = FactStore(DIM, embedding_model=MODEL)
+    store.add([f"f{i}" for i in range(100)], [""] * 100, rng.normal(size=(100, DIM)))
+    session = Session([SubQuery("s", "S", "", rng.normal(size=DIM))], embedding_model=MODEL, min_relevance=-1.0)
+    sharded = ShardedStore.split(store, shards=3)
+    retrievers, mask = kinds_of(store) | {"shards": ShardedRetriever(sharded)}, np.arange(100) < 90
+    query = rng.normal(size=DIM)
+    for kind, retriever in retrievers.items():
+        assert cdr_rank(query, retriever, session, where=mask).qualified == 90, kind
+    more = rng.normal(size=(10, DIM))
+    for each in (store, sharded):
+        each.remove([f"f{i}" for i in range(10)])
+        each.add([f"new{i}" for i in range(10)], [""] * 10, more)
+    expected = {f"f{i}" for i in range(10, 100)}  # all but the newest 10, once more
+    for kind, retriever in retrievers.items():
+        ranking = cdr_rank(query, retriever, session, where=mask)
+        assert (ranking.qualified, set(ranking.ids)) == (90, expected), kind
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_selection_is_of_the_facts_that_there_are_whatever_changed(mode, seed):
+    """The same masks and mappings again and again, while facts come, go, change and are renumbered."""
+    rng = np.random.default_rng(seed)
+    store = store_of(facts(rng, 60))
+    sharded = ShardedStore.split(store, shards=2)
+    retrievers = kinds_of(store) | {"shards": ShardedRetriever(sharded)}
+    wheres = [{"tenant": ["x", None], "draft": [True, None]}, {"source": ["doc1", None]}, None]
+    wheres += [np.arange(60) % 3 > 0, np.arange(60) < 40]
+    sessions = [session_of(np.random.default_rng(seed), mode) for _ in wheres]  # each keeps what its filter left
+    query = rng.normal(size=DIM)
+    for step in range(4):
+        for where, session in zip(wheres, sessions, strict=True):
+            truth = cdr_rank(query, Retriever(store), session, k=7, where=where)
+            for kind, retriever in retrievers.items():
+                ranking = cdr_rank(query, retriever, session, k=7, where=where)
+                assert (ranking.ids, ranking.qualified) == (truth.ids, truth.qualified), (kind, step, where)
+                assert ranking.score.tobytes() == truth.score.tobytes()
+        gone = [str(id) for id in rng.choice(store.ids, 6, replace=False)]
+        changed = [str(id) for id in rng.choice([id for id in store.ids if id not in gone], 5, replace=False)]
+        other, come = facts(rng, 5) | {"ids": changed}, facts(rng, 6, first=100 * (step + 1))
+        for each in (store, sharded):
+            each.remove(gone)
+            each.upsert(**other)
+            each.add(**come)
+            if step == 1:
+                each.compact()
+
+
+def test_a_filter_of_many_names_costs_no_more_than_to_read_it():
+    store = store_of(facts(np.random.default_rng(1), N))
+    view = store.view()
+    names = {f"no{i}": ["x"] * 20 for i in range(100_000)}
+    with pytest.raises(KeyError, match="expected source or one of"):
+        view.select(names)
+    values = [f"v{i}" for i in range(100_000)] + ["x"]
+    assert view.select({"tenant": values}).ids == view.select({"tenant": "x"}).ids
+    assert view.select({"tenant": values[::-1]}) is view.select({"tenant": values})
+    numbers = list(range(100_000))
+    assert view.select({"year": numbers}).ids == view.select({"year": [2000, 2001, 2002, 2003]}).ids
+    assert view.select({"score": [n / 8 for n in numbers]}).ids == [f"f{i}" for i in range(1, N, 2)]
 
 
 def test_a_multiplier_array_still_has_an_entry_for_every_fact():

@@ -171,6 +171,24 @@ def test_settings_of_any_size_stay_bounded(name, value):
                 assert best.rows.tolist() == again.rows.tolist()
 
 
+@pytest.mark.parametrize("size", [5e-324, 1e-300, 1e-70, 1e70, 1e150, 1e300])
+@pytest.mark.parametrize("share", [1e-3, 1.0, 30.0])
+def test_a_coverage_functional_of_any_length_stays_bounded(size, share):
+    """Its square is 0 or infinite as a float64; a scale brings the coverage back to a size that decides."""
+    r = np.random.default_rng(6)
+    rows = r.standard_normal((500, 6)).astype(np.float32)
+    scale = min(share / size, 1e308)
+    c = Columns(
+        query=r.standard_normal(6), coverage=size * r.uniform(-1, 1, 6), residual=[], scale=[1.0, scale],
+        shift=[0.0, 0.0], weight=[1.0, 1.0], gate=[-1.0, np.inf],
+    )  # fmt: skip
+    for k in (1, 7, None):
+        best = cdr_score(rows, c, k=k, impl="cpp")
+        candidates = search([rows], [c], k)[0]
+        assert set(best.rows.tolist()) <= set(candidates.tolist())
+        assert cdr_score(rows, c, k=k, impl="torch").rows.tolist() == best.rows.tolist()
+
+
 NONE = Factors(None, None, None)
 
 

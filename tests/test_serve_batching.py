@@ -6,6 +6,7 @@ import asyncio
 import threading
 from time import monotonic
 
+import msgspec
 import numpy as np
 import pytest
 from serving import DIM, make_store, query, same_session
@@ -159,3 +160,27 @@ def test_two_threads_rank_two_batches_at_a_time(held):
     for each, ranking in zip(asks, found, strict=True):
         alone = cdr_rank(each.query, Retriever(make_store()), each.session, k=each.k)
         assert (ranking.ids, ranking.score.tobytes()) == (alone.ids, alone.score.tobytes())
+
+
+def test_filters_are_compared_by_a_few_bytes_made_once_outside_the_lock(held, monkeypatch):
+    batcher = Batcher(most=8, depth=100)
+    encode, under_lock = msgspec.json.encode, []
+
+    def watched(*args, **kwargs):
+        under_lock.append(batcher._turn._is_owned())
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr("msgspec.json.encode", watched)
+    lane, sizes = Lane(Retriever(make_store())), []
+    batcher._report = lambda size, waited, seconds: sizes.append(size)
+    long, other = {"source": ["a", *map(str, range(20_000))]}, {"source": ["b"]}
+    asks = [ask(i, where=long if i % 2 else other) for i in range(12)]
+    found = asyncio.run(all_of(batcher, [lane] * len(asks), asks, held))
+    batcher.close()
+    assert not any(isinstance(each, BaseException) for each in found)
+    assert under_lock == [False] * len(asks)
+    assert sorted(sizes) == [1, 5, 6]  # the first alone, then each filter's
+    assert all(len(repr(each.alike)) < 100 for each in asks)
+    assert len({each.alike for each in asks}) == 2
+    assert ask(0).alike == ask(1).alike != ask(0, None).alike
+    assert ask(0, multiplier={"f1": 1.0}).alike is None

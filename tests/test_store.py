@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from cdr_kernel import Columns, EmbeddingModelMismatch, Fact, FactStore, NGramGuard, Retriever, reference, store_columns
 from cdr_kernel.ngram import TokenHasher, take_tokens
+from cdr_kernel.sharded import ShardedStore
 
 
 class TestAdd:
@@ -38,6 +39,36 @@ class TestAdd:
             store.get("ab")  # which has facts for its letters
         assert store.view().embeddings.tolist() == [[1, 2], [3, 4]]
         assert store.view().squared_norms.tolist() == [5.0, 25.0]
+
+    @pytest.mark.parametrize(
+        ("vector", "error", "got"),
+        [
+            (None, TypeError, "None"),
+            ("1, 2", TypeError, "str '1, 2'"),
+            ([1.0], ValueError, "1 numbers"),
+            ([], ValueError, "0 numbers"),
+            ([1.0, 2.0, 3.0], ValueError, "3 numbers"),
+            ([1.0, None], TypeError, "one with NoneType at place 1"),
+            (["1", "2"], TypeError, "one with str at place 0"),
+            ([1.0, 2j], TypeError, "one with complex at place 1"),
+            ([[1.0, 2.0]], TypeError, "one with list at place 0"),
+            (np.ones((1, 2)), ValueError, r"an array of shape \[1, 2\]"),
+            (np.array([1, None], object), TypeError, "one with NoneType at place 1"),
+            (np.ma.masked_array([1.0, 2.0], [False, True]), ValueError, "masked values"),
+            ({"a": 1}, TypeError, "dict"),
+        ],
+    )
+    @pytest.mark.parametrize("place", [0, 2])
+    def test_the_first_fact_without_a_vector_is_named(self, vector, error, got, place):
+        vectors = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
+        vectors[place] = vectors[3] = vector
+        for store in (filled(1, 2), ShardedStore.split(filled(1, 2), shards=2)):
+            before = store.ids
+            for method in (store.add, store.upsert):
+                message = rf"a vector of 2 numbers for fact '{'abcd'[place]}' \(position {place}\), got {got}"
+                with pytest.raises(error, match=message):
+                    method(list("abcd"), [""] * 4, vectors)
+            assert store.ids == before
 
     @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
     def test_vectors_are_cast_once_and_never_normalised(self, dtype):

@@ -229,7 +229,9 @@ class Task:
         total, spread = sum(depths), sum(abs(d) for d in depths)
         if spread > 1e3 * abs(total):  # also where the total is 0
             return None, 0.0
-        slack = 8.0 * (dim + 64) * 2.0**-52 * (1.0 + spread / (abs(total) or 1.0))
+        # A cosine is off by (D + 64) ulp, plainly or here. The coverage sums E of them in another order than the
+        # kernel, which takes one product with their sum: E ulp more of Σ |depth| / |Σ depth|, on either side.
+        slack = 8.0 * (dim + len(self.entries) + 64) * 2.0**-52 * (1.0 + spread / (abs(total) or 1.0))
         pulls = rows[1 + len(entries) :]
         shares: Float64 = np.array([e.depth_weight for e in entries]) / (total or 1.0)
         unit = rows[1 : 1 + len(entries)] / np.sqrt(squared_norms[1 : 1 + len(entries), None])

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64, Int64, check_rows, is_tensor
+from cdr_kernel.checks import check_order
 
 SOUND = 0
 """``check_rows``'s flag of a row that is finite, not zero and in the safe range."""
@@ -72,6 +73,7 @@ class FactArray(Sequence[Any]):
     """
 
     def __init__(self, facts: Iterable[Any]) -> None:
+        check_order(facts, "facts")
         self.facts = tuple(facts)
         vectors = [embedding_of(fact) for fact in self.facts]
         lengths = [0 if v is None else len(v) for v in vectors]

@@ -7,6 +7,7 @@ core waits; the C++ core releases the GIL and has threads of its own. Tenants ta
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sys
 import threading
 from collections import deque
@@ -31,6 +32,9 @@ class Ask:
 
     Asks go into one batch where `alike` is equal; k may differ, since the first k of a longer ranking are the ranking
     of k. Asks for all facts (k None) and those with one `where` go among themselves, one with a multiplier goes alone.
+
+    alike: what asks of one batch have in common, None for one that goes alone. It is made once, with the ask and before
+    any lock, and is a few bytes however long `where` is: whoever holds the lock compares nothing else.
     """
 
     query: Any
@@ -41,13 +45,10 @@ class Ask:
     where: Mapping[str, Any] | None = None
     since: float = field(default_factory=monotonic)
     future: asyncio.Future[Ranking] | None = None
+    alike: tuple[bool, bytes] | None = field(init=False)
 
-    @property
-    def alike(self) -> object:
-        """What asks of one batch have in common; None goes alone."""
-        if self.multiplier is not None:
-            return None
-        return self.k is None, None if self.where is None else msgspec.json.encode(self.where, order="deterministic")
+    def __post_init__(self) -> None:
+        self.alike = None if self.multiplier is not None else (self.k is None, _digest(self.where))
 
 
 class Lane:
@@ -199,6 +200,13 @@ class Batcher:
             return self._ranked(lane, [ask])[0]
         except Exception as error:  # goes to the one who asked
             return error
+
+
+def _digest(where: Mapping[str, Any] | None) -> bytes:
+    """What tells one filter from another; b"" for none."""
+    if where is None:
+        return b""
+    return hashlib.blake2b(msgspec.json.encode(where, order="deterministic"), digest_size=16).digest()
 
 
 def _deliver(batch: list[Ask], answers: list[Ranking | BaseException]) -> None:
