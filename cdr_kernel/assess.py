@@ -121,7 +121,7 @@ def assess(
 
     output: the window's text. sub_queries: the whole task's, at least one, ids unique.
     embed: sentences [n] -> vectors [n, D] from the model of the sub-queries. Each sentence goes to the
-    sub-query of the largest cosine, if that is >= the sub-query's min_similarity, else to none.
+    sub-query of the largest cosine among those whose own min_similarity it reaches, to none where it reaches none.
     min_similarity: a number in [-1, 1], or one per sub-query id; None: what `similarity_thresholds` says.
     store: the facts, for that threshold.
     written: words of earlier windows by sub-query id (`session.words`); ids of no sub-query here are ignored.
@@ -304,8 +304,9 @@ def _owners_by_cosine(
     cosines = np.full((len(sentences), len(sub_queries)), -np.inf)
     if similar.any():
         cosines[similar] = _unit_rows(vectors[similar]) @ targets.T
-    best = cosines.argmax(axis=1)
-    return [int(j) if cosines[i, j] >= thresholds[j] else None for i, j in enumerate(best)]
+    reached = np.where(cosines >= np.array(thresholds), cosines, -np.inf)
+    best = reached.argmax(axis=1)
+    return [int(j) if reached[i, j] > -np.inf else None for i, j in enumerate(best)]
 
 
 def _unit_targets(sub_queries: Sequence[SubQuery]) -> NDArray[np.float64]:

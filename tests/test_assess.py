@@ -136,8 +136,26 @@ def test_the_threshold_is_inclusive_and_may_differ():
 
     assert assess("some words", items, exact, min_similarity=0.8).words_by_sub_query == {"cni": 2}
     assert assess("some words", items, exact, min_similarity=0.81).words_by_sub_query == {}
-    assert assess("some words", items, exact, min_similarity={"dns": 0.0, "cni": 0.9, "bgp": 0.0}).addressed == ()
+    own = {"dns": 0.65, "cni": 0.9, "bgp": 0.1}
+    assert assess("some words", items, exact, min_similarity=own).words_by_sub_query == {}
     assert assess("some words", items, exact, min_similarity=-1).words_by_sub_query == {"cni": 2}
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "owner"),
+    [
+        ({"dns": 0.6, "cni": 0.81, "bgp": 0.5}, "dns"),  # the nearest one's own threshold is not reached
+        ({"dns": 0.6, "cni": 0.8, "bgp": -1.0}, "cni"),  # the nearest of those that are
+        ({"dns": 0.61, "cni": 0.81, "bgp": 0.0}, "bgp"),
+        ({"dns": 0.61, "cni": 0.81, "bgp": 0.1}, None),
+    ],
+)
+def test_a_sentence_counts_for_the_best_whose_own_threshold_it_reaches(thresholds, owner):
+    def exact(sentences: list[str]) -> list[list[float]]:
+        return [[3.0, 4.0, 0.0, 0.0]] * len(sentences)
+
+    report = assess("some words", sub_queries(), exact, min_similarity=thresholds)
+    assert report.words_by_sub_query == ({owner: 2} if owner else {})
 
 
 def test_a_zero_vector_is_similar_to_nothing():
