@@ -102,6 +102,8 @@ class Replica:
 
         found, sequence, removed: as for `FactStore.apply`. held, next_sequence: as they are now, None where they stay.
         """
+        if held is not None:
+            self.held = self.held | held  # before its facts go, so that none is nowhere for a moment
         self.facts.apply(found, sequence, removed)
         self.held = self.held if held is None else held
         self.next_sequence = self.next_sequence if next_sequence is None else next_sequence

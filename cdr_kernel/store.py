@@ -283,7 +283,7 @@ class FactStore:
         return self._next_sequence
 
     def count_from(self, following: int) -> None:
-        """Give no number below this one from now on."""
+        """Give no sequence number below this one from now on."""
         with self._lock:
             self._next_sequence = max(self._next_sequence, following)
 
@@ -309,17 +309,30 @@ class FactStore:
             return np.array([known[i] for i in ids], np.int64)
 
     def numbers_of(self, ids: Iterable[str]) -> Int64:
-        """The numbers by which session tokens name these facts, int64 [M]; -1 for an id that is not in the store.
+        """The numbers by which session tokens name these facts.
 
         A fact's number is the sequence number that it was added with. An upsert and a quarantine keep it. A fact that
         was removed and added again has another one.
+
+        Args:
+            ids: M ids of facts.
+
+        Returns:
+            int64 [M]; -1 for an id that is not in the store.
         """
         with self._lock:
             known, first, held = self._rows(), self._view.first_sequence, self.held
             return np.array([first[known[i]] if i in known else held[i][2] if i in held else -1 for i in ids], np.int64)
 
     def ids_of(self, numbers: Int64) -> list[str | None]:
-        """The ids of the facts of these numbers (see ``numbers_of``), None for a fact that was removed."""
+        """The facts of these numbers (see ``numbers_of``).
+
+        Args:
+            numbers: int64 [M].
+
+        Returns:
+            M ids; None for a fact that was removed, and for a number that no fact has.
+        """
         with self._lock:
             view, held = self._view, {first: id for id, (_, _, first) in self.held.items()}
         rows = view.rows_numbered(numbers)

@@ -154,8 +154,8 @@ def read(folder: Path, manifest: Mapping[str, Any], dtype: np.dtype[Any], *, mma
     if (sequence.buffer[1:] <= sequence.buffer[:-1]).any():
         raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
     first_sequence = numbers("first_sequence", np.int64, 0, manifest["next_sequence"] - 1)
-    if (first_sequence.buffer > sequence.buffer).any():
-        raise ValueError(f"{data / 'first_sequence.npy'}: expected no number above that in sequence.npy")
+    if not _are_first(first_sequence.buffer, sequence.buffer):
+        raise ValueError(f"{data / 'first_sequence.npy'}: expected each number once, at most that in sequence.npy")
     return Storage(
         mapped=embeddings if n else None,
         tail=Pieces(dim, dtype, new),
@@ -221,6 +221,15 @@ def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
             ends.append(ends[-1][-1] + np.cumsum([len(each) for each in utf8], dtype=np.int64))
     with synced(data / f"{name}_offsets.npy") as file:
         np.save(file, np.concatenate(ends), allow_pickle=False)
+
+
+def _are_first(first: Int64, sequence: Int64) -> bool:
+    """Whether facts of these sequence numbers, which ascend, can have been added with these numbers."""
+    upserted = np.flatnonzero(first != sequence)
+    numbers = first[upserted]
+    others = np.minimum(np.searchsorted(sequence, numbers), max(len(sequence) - 1, 0))
+    theirs = (sequence[others] == numbers) & (first[others] == numbers)
+    return bool((numbers < sequence[upserted]).all() and not theirs.any() and len(np.unique(numbers)) == len(numbers))
 
 
 def _attribute_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
