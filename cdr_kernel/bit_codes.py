@@ -11,6 +11,8 @@ from collections.abc import Sequence
 _LONGEST_UNARY = 24
 """A quotient from here on is written as an Elias gamma code."""
 _PARAMETER_BITS = 6
+MOST_VALUES = 2**20
+"""Integers of one list at most, so that a few bytes of a hostile author take little memory."""
 _WIDEST = 128
 """Bits of an integer at most."""
 
@@ -32,9 +34,11 @@ class BitWriter:
         self._codes.append("0" * (len(digits) - 1) + digits)
 
     def numbers(self, values: Sequence[int]) -> None:
-        """Integers >= 0, without their count. No values take no bits."""
+        """Integers >= 0, without their count. No values take no bits. ValueError for more than `MOST_VALUES`."""
         if not values:
             return
+        if len(values) > MOST_VALUES:
+            raise ValueError(f"expected at most {MOST_VALUES} integers in one list, got {len(values)}")
         widest = min(max(values).bit_length(), 2**_PARAMETER_BITS - 1)
         parameter = min(range(widest + 1), key=lambda k: sum(_length(value, k) for value in values))
         self.bits(parameter, _PARAMETER_BITS)
@@ -85,6 +89,8 @@ class BitReader:
         """See `BitWriter.numbers`."""
         if not count:
             return []
+        if count > MOST_VALUES:
+            raise ValueError(f"expected at most {MOST_VALUES} integers in one list, got {count}")
         parameter = self.bits(_PARAMETER_BITS)
         values = []
         for _ in range(count):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cdr_kernel import bit_codes
 from cdr_kernel.bit_codes import BitReader, BitWriter
 
 HYPOTHESIS = settings(deadline=None, max_examples=200, derandomize=True)
@@ -61,13 +62,23 @@ def test_gaps_of_a_million_take_eleven_bits_and_a_half():
     assert len(writer.to_bytes()) <= 1000 * 11.6 / 8  # the set alone has 1000 * 11.4 bits
 
 
+def test_a_list_is_bounded(monkeypatch):
+    raw = written([[1] * 9, []])
+    monkeypatch.setattr(bit_codes, "MOST_VALUES", 8)
+    with pytest.raises(ValueError, match="at most 8 integers in one list, got 9"):
+        written([[1] * 9, []])
+    with pytest.raises(ValueError, match="at most 8 integers in one list, got 9"):
+        read(raw)
+
+
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
         (b"", "end too early"),
         (b"\0" * 9, "end too early"),
         (b"\0" * 40 + b"\1", "more than 128 bits"),
-        (b"\0" * 7 + b"\x01" + b"\xff" * 8, "end too early"),  # a count of 2^56 and 8 bytes
+        (b"\0" * 7 + b"\x01" + b"\xff" * 8, "at most 1048576 integers"),  # a count of 2^64 - 2 and no more bytes
+        (b"\0" * 2 + b"\x10" + b"\0" * 3, "end too early"),  # a count of 2^20 - 1
     ],
 )
 def test_a_number_or_a_count_beyond_the_end_is_refused(raw, said):

@@ -66,7 +66,7 @@ EDGES = {
 }
 LADDER = [
     {"constants", "_C"},
-    {"reference", "arrays", "checks", "folder", "tokens"},
+    {"reference", "arrays", "checks", "folder", "tokens", "bit_codes", "numbering"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
     {"store_columns"},
@@ -80,6 +80,7 @@ LADDER = [
     {"lexical", "calibrate", "gate"},
     {"task"},
     {"session_json"},
+    {"session_token"},
     {"retrieve", "session", "assess"},
     {"evidence", "partition"},
     {"rank"},
