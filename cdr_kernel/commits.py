@@ -34,6 +34,7 @@ def put(replica: Replica, found: Checked, *, replace: bool) -> Added:
     record = record.add_attributes(kinds)
     following = replica.next_sequence + len(found.ids)
     sequence = np.arange(replica.next_sequence, following)
+    found = found._replace(first_sequence=facts._first_numbers(found.ids, sequence))
     statuses = [held.get(i) for i in found.ids]
     old_rows = facts.rows_of([i for i in found.ids if i in facts])
     old = [*facts.view().sequence[old_rows].tolist(), *(s[0] for s in statuses if s is not None)]
@@ -41,7 +42,7 @@ def put(replica: Replica, found: Checked, *, replace: bool) -> Added:
     made = record.commit(table, np.array(old, np.int64))
     live = np.array([i for i, s in enumerate(statuses) if s is None], np.int64)
     renumbered = {
-        i: (number, its[1])
+        i: (number, *its[1:])
         for i, number, its in zip(found.ids, sequence.tolist(), statuses, strict=True)
         if its is not None
     }
@@ -68,11 +69,13 @@ def quarantine(replica: Replica, ids: Sequence[str], reason: str | None) -> int:
     if ids:
         live = [i for i in ids if i in facts]
         rows = facts.rows_of(live)
-        given = dict(zip(live, facts.view().sequence[rows].tolist(), strict=True))
-        given |= {i: held[i][0] for i in ids if i in held}
-        numbers = np.array(list(given.values()), np.int64)
-        made = record.commit(restated(record, numbers, QUARANTINED, reason), numbers)
-        replica.follow(made, removed=rows, held=held | {i: (number, reason) for i, number in given.items()})
+        view = facts.view()
+        numbers = zip(view.sequence[rows].tolist(), view.first_sequence[rows].tolist(), strict=True)
+        given = {i: (number, reason, first) for i, (number, first) in zip(live, numbers, strict=True)}
+        given |= {i: (held[i][0], reason, held[i][2]) for i in ids if i in held}
+        out = np.array([number for number, _, _ in given.values()], np.int64)
+        made = record.commit(restated(record, out, QUARANTINED, reason), out)
+        replica.follow(made, removed=rows, held=held | given)
     return len(ids)
 
 
@@ -102,7 +105,9 @@ def expire(replica: Replica, moment: int) -> int:
     return len(out)
 
 
-def _without(held: dict[str, tuple[int, str | None]], ids: Sequence[str]) -> dict[str, tuple[int, str | None]]:
+def _without(
+    held: dict[str, tuple[int, str | None, int]], ids: Sequence[str]
+) -> dict[str, tuple[int, str | None, int]]:
     gone = set(ids)
     return {i: its for i, its in held.items() if i not in gone}
 

@@ -47,7 +47,11 @@ def exchanged_into(record: Record, empty: FactStore, found: exchange.Exchanged, 
             raise ValueError(f"{found.path}: sequence: expected ascending numbers")
         last = int(sequence[-1])
         names = ("id", "text", "embedding", "importance", "source", "position", "attributes")
+        first = np.array(batch["first_sequence"], np.int64)
+        if (first < 0).any() or (first > sequence).any():
+            raise ValueError(f"{found.path}: first_sequence: expected 0 up to the number in sequence")
         checked = expiring(empty.check(*(batch[name] for name in names)), batch["expires_at"])
+        checked = checked._replace(first_sequence=first)
         held = [
             None if status == LIVE else (reason or "")
             for status, reason in zip(batch["status"], batch["reason"], strict=True)
@@ -88,7 +92,7 @@ def _end(record: Record, next_sequence: int) -> None:
 
 
 def of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
-    """Facts of another store, as this one takes them, with when they expire."""
+    """Facts of another store, as this one takes them, with when they expire and the numbers they were added with."""
     facts = view.facts(rows)
     names = view.attribute_names
     found = store.check(
@@ -100,4 +104,4 @@ def of_view(view: StoreView, rows: Int64, store: FactStore) -> Checked:
         [fact.position for fact in facts],
         {name: [fact.attributes.get(name) for fact in facts] for name in names},
     )
-    return expiring(found, expiries_of(view, rows))
+    return expiring(found, expiries_of(view, rows))._replace(first_sequence=view.first_sequence[rows])

@@ -11,6 +11,7 @@ at open; it can be deleted at any time.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import unicodedata
@@ -29,6 +30,7 @@ from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_fold
 from cdr_kernel.folder import turn
 from cdr_kernel.forks import Lock
 from cdr_kernel.lance_record import Record
+from cdr_kernel.numbering import Numbering
 from cdr_kernel.record_rows import check_names, check_text, quarantined
 from cdr_kernel.replica import Replica
 from cdr_kernel.snapshot import Found
@@ -83,21 +85,27 @@ class DurableStore:
         something else in the folder, ImportError without the extra `store`.
         """
         lance_record.lance_module()
-        folder = Path(path)
         facts = FactStore(dim, embedding_model=embedding_model, dtype=dtype, tokenizer=tokenizer, hash_key=hash_key)
+        return cls._create(Path(path), facts, facts.numbering)
+
+    @classmethod
+    def _create(cls, folder: Path, like: FactStore, numbering: Numbering) -> DurableStore:
+        """A new store of the kind of another one. numbering: whose its sequence numbers are."""
+        lance_record.lance_module()
         about = {
-            "dim": facts.dim,
-            "dtype": facts.dtype.name,
-            "embedding_model": embedding_model,
-            "tokenizer": facts.tokenizer_name,
-            "hash_key": facts.key_fingerprint,
+            "dim": like.dim,
+            "dtype": like.dtype.name,
+            "embedding_model": like.embedding_model,
+            "tokenizer": like.tokenizer_name,
+            "hash_key": like.key_fingerprint,
             "unicode": unicodedata.unidata_version,
+            "numbering": json.dumps(numbering.listed()),
         }
         check_new_folder(folder)
         with turn(folder):
             check_new_folder(folder)
             record = Record.create(folder / RECORD, about)
-        return cls(folder, record, tokenizer, hash_key)
+        return cls(folder, record, like.tokenizer, like.hash_key)
 
     @classmethod
     def open(
@@ -163,8 +171,8 @@ class DurableStore:
         """
         check_names(facts.view().attribute_names)
         hasher: dict[str, Any] = {"tokenizer": facts.tokenizer, "hash_key": facts.hash_key}
-        about: dict[str, Any] = {"embedding_model": facts.embedding_model, "dtype": facts.dtype.name, **hasher}
-        with building(path) as draft, cls.create(draft, facts.dim, **about) as store:
+        numbering = facts.numbering.branched(facts.next_sequence)
+        with building(path) as draft, cls._create(draft, facts, numbering) as store:
             copies.facts_into(store._replica.record, store.facts, facts, advance)
         return cls._open(Path(path), None, **hasher, new=True)
 
@@ -200,10 +208,9 @@ class DurableStore:
         found = exchange.Exchanged(Path(file))
         model, dtype = found.about["embedding_model"], found.about["dtype"]
         hasher: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}
-        with (
-            building(path) as draft,
-            cls.create(draft, found.dim, embedding_model=model, dtype=dtype, **hasher) as store,
-        ):
+        like = FactStore(found.dim, embedding_model=model, dtype=dtype, **hasher)
+        numbering = found.numbering.branched(found.next_sequence)
+        with building(path) as draft, cls._create(draft, like, numbering) as store:
             copies.exchanged_into(store._replica.record, store.facts, found, advance)
         return cls._open(Path(path), None, **hasher, new=True)
 
@@ -254,7 +261,7 @@ class DurableStore:
     def quarantined(self) -> dict[str, str | None]:
         """Ids of the quarantined facts in the order of their sequence, with the reasons."""
         with self._lock:
-            return {i: reason for i, (_, reason) in sorted(self._replica.held.items(), key=lambda item: item[1][0])}
+            return {i: held[1] for i, held in sorted(self._replica.held.items(), key=lambda item: item[1][0])}
 
     def versions(self) -> list[tuple[int, float]]:
         """(version, seconds since 1970) of every version that is kept, oldest first."""

@@ -20,15 +20,17 @@ import numpy as np
 from cdr_kernel.attributes import KINDS, checked_attributes
 from cdr_kernel.folder import sync_folder
 from cdr_kernel.lance_record import COLUMNS
+from cdr_kernel.numbering import Numbering
 from cdr_kernel.store import DTYPES
 
 FORMAT = "cdr-facts"
 FORMAT_VERSION = 1
-ABOUT = ("dim", "dtype", "embedding_model", "tokenizer", "hash_key", "unicode")
+ABOUT = ("dim", "dtype", "embedding_model", "tokenizer", "hash_key", "unicode", "numbering")
 _STRINGS = ("id", "text", "source", "status", "reason")
 _NULLABLE = frozenset({"source", "reason", "position", "expires_at"})
 _NUMBERS: dict[str, Any] = {
     "sequence": np.int64,
+    "first_sequence": np.int64,
     "importance": np.float64,
     "position": np.int64,
     "added_at": np.int64,
@@ -108,9 +110,10 @@ def write(path: Path, table: Any, about: Mapping[str, str], attributes: Mapping[
 class Exchanged:
     """A file that ``write`` wrote, opened and checked: its settings, and its rows batch by batch.
 
-    about: as the record's; attributes: types of the further columns; facts: N. Raises FileNotFoundError where there is
-    no file, IsADirectoryError where there is a folder, another OSError where it cannot be read, ValueError saying what
-    is wrong with one that is damaged or of another kind.
+    about, numbering: as the record's; attributes: types of the further columns; facts: N.
+
+    Raises FileNotFoundError where there is no file, IsADirectoryError where there is a folder, another OSError where it
+    cannot be read, ValueError saying what is wrong with one that is damaged or of another kind.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,6 +139,7 @@ class Exchanged:
             if self._dtype not in DTYPES:
                 raise ValueError(f"dtype {self._dtype}")
             self.next_sequence = int(metadata["next_sequence"])
+            self.numbering = Numbering.read(json.loads(metadata["numbering"]), "numbering")
             self.attributes = {name: KINDS[kind] for name, kind in json.loads(metadata["attributes"]).items()}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: expected the settings of a store in the metadata ({error})") from None

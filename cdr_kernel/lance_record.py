@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,14 +25,15 @@ import numpy as np
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import RESERVED
 from cdr_kernel.folder import sync_folder
+from cdr_kernel.numbering import Numbering
 
 FORMAT = "cdr-durable-store"
 FORMAT_VERSION = 1
 LIVE, QUARANTINED = "live", "quarantined"
-COLUMNS = (*sorted(RESERVED), "status", "reason", "added_at", "expires_at")
+COLUMNS = (*sorted(RESERVED), "first_sequence", "status", "reason", "added_at", "expires_at")
 """Names that no attribute may have."""
 
-_ABOUT = ("dim", "dtype", "embedding_model", "tokenizer", "hash_key", "unicode")
+_ABOUT = ("dim", "dtype", "embedding_model", "tokenizer", "hash_key", "unicode", "numbering")
 _NEXT = "cdr:next_sequence"
 _SOURCE_PLACE = re.compile(r"(, )?(\S*/)?\S+\.rs:\d+:\d+")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -55,8 +57,8 @@ def lance_module() -> Any:
 class Record:
     """One version of the dataset in a folder.
 
-    about: dim, dtype, embedding model, tokenizer, hash key's fingerprint and Unicode version, all as text. version:
-    int; grows with every commit.
+    about: dim, dtype, embedding model, tokenizer, hash key's fingerprint, Unicode version and numbering (JSON), all as
+    text. numbering: whose the sequence numbers are. version: int; grows with every commit.
     """
 
     def __init__(self, path: Path, dataset: Any) -> None:
@@ -71,6 +73,7 @@ class Record:
         try:
             self.about = {name: metadata[f"cdr:{name}"] for name in _ABOUT}
             self._next = int(metadata.get(_NEXT, "0"))
+            self.numbering = Numbering.read(json.loads(self.about["numbering"]), str(path))
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: expected the store's settings in the dataset, found none of {error}") from None
 
@@ -175,7 +178,7 @@ class Record:
         """Raises ValueError where an id or a sequence number is there twice, which no commit makes."""
         import pyarrow.compute as pc
 
-        for name in ("id", "sequence"):
+        for name in ("id", "sequence", "first_sequence"):
             column = self.read([name])[name]
             if pc.count_distinct(column).as_py() != len(column):
                 raise ValueError(f"{self.path}: expected every {name} once, found one more than once")
@@ -330,6 +333,7 @@ def schema_of(about: Mapping[str, Any], attributes: Mapping[str, type]) -> Any:
         [
             pa.field("id", pa.string(), nullable=False),
             pa.field("sequence", pa.int64(), nullable=False),
+            pa.field("first_sequence", pa.int64(), nullable=False),
             pa.field("text", pa.string(), nullable=False),
             pa.field("source", pa.string()),
             pa.field("position", pa.int64()),

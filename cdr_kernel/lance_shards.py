@@ -200,6 +200,7 @@ class _Dataset:
             "tokenizer": part.tokenizer_name,
             "hash_key": part.key_fingerprint,
             "unicode": unicodedata.unidata_version,
+            "numbering": json.dumps(part.numbering.listed()),
         }
         plain = schema_of(about, view.attribute_types)
         schema = plain.with_metadata({**plain.metadata, _WRITTEN: written})

@@ -29,6 +29,7 @@ from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.folder import LOCK, Kind
 from cdr_kernel.moments import EXPIRES, expiries_of, expiring
 from cdr_kernel.ngram import HashKey, Tokenizer
+from cdr_kernel.numbering import Numbering
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.store import FactStore, StoreView
 
@@ -48,6 +49,7 @@ KIND = Kind(
         "embedding_model": str,
         "facts": int,
         "next_sequence": int,
+        "numbering": list,
         "store_version": int,
         "shards": dict,
     },
@@ -97,8 +99,8 @@ def keys_of(ids: Sequence[str], sources: Sequence[str | None], by: str) -> list[
 
 
 def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
-    """The facts in these rows as `put` takes them: keywords of ``FactStore.add`` with their sequence numbers, and when
-    they expire."""
+    """The facts in these rows as `put` takes them: keywords of ``FactStore.add`` with their sequence numbers, the
+    numbers that they were added with, and when they expire."""
     facts = view.facts(rows.tolist())
     names = sorted({name for fact in facts for name in fact.attributes})
     return {
@@ -110,19 +112,16 @@ def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
         "position": [fact.position for fact in facts],
         "attributes": {name: [fact.attributes.get(name) for fact in facts] for name in names},
         "sequence": view.sequence[rows],
+        "first_sequence": view.first_sequence[rows],
         "expires_at": expiries_of(view, rows),
     }
 
 
 def put(store: FactStore, facts: Mapping[str, Any]) -> None:
     """Add facts as `facts_in` gives them. Raises what ``FactStore.add`` raises."""
-    keywords = {name: value for name, value in facts.items() if name != "expires_at"}
-    expires = facts.get("expires_at", ())
-    if all(moment is None for moment in expires):
-        store.add(**keywords)
-        return
-    found = store.check(**keywords)
-    store.apply(expiring(found, expires), found.sequence)
+    keywords = {name: value for name, value in facts.items() if name not in ("first_sequence", "expires_at")}
+    found = expiring(store.check(**keywords), facts.get("expires_at", ()))
+    store._put(found._replace(first_sequence=facts.get("first_sequence")), replace=False)
 
 
 def placed(view: StoreView, names: Sequence[str], by: str) -> Iterator[tuple[Int64, Int64]]:
@@ -219,12 +218,14 @@ def partition(
     if isinstance(store, FactStore):
         like, views = store, [store.view()]
         kinds, version, following = views[0].attribute_types, 0, store.next_sequence
+        numbering = store.numbering
     elif not isinstance(store, str | os.PathLike | Home):
         raise TypeError(f"store: expected a FactStore, the path of a saved one or a Home, got {type(store).__name__}")
     else:
         source = home_of(store)
         manifest = source.manifest()
         like, version, following = empty_store(manifest, **hasher), manifest["store_version"], manifest["next_sequence"]
+        numbering = numbering_in(manifest)
         views = [source.open(name, **hasher)[0].view() for name in manifest["shards"]]
         kinds = kinds_in(manifest) or {name: kind for view in views for name, kind in view.attribute_types.items()}
     fields = manifest_fields(
@@ -235,6 +236,7 @@ def partition(
         version=version,
         kinds=kinds,
         next_sequence=following,
+        numbering=numbering,
         expires=any(EXPIRES in view._storage.attributes for view in views),
     )
     home_of(home).save(fields, lambda to: {name: to[name](part) for name, part in parts_of(views, like, names, by)})
@@ -287,10 +289,11 @@ def manifest_fields(
     version: int,
     kinds: Mapping[str, type],
     next_sequence: int,
+    numbering: Numbering,
     expires: bool,
 ) -> dict[str, Any]:
-    """What a partition says of itself. versions: of the shards by name; kinds: types of the further columns; expires:
-    whether any fact may."""
+    """What a partition says of itself. versions: of the shards by name; kinds: types of the further columns; numbering:
+    whose the sequence numbers are; expires: whether any fact may."""
     return {
         "by": by,
         "dim": like.dim,
@@ -298,6 +301,7 @@ def manifest_fields(
         "embedding_model": like.embedding_model,
         "facts": facts,
         "next_sequence": next_sequence,
+        "numbering": numbering.listed(),
         "store_version": version,
         "shards": dict(versions),
         "attributes": {name: kind.__name__ for name, kind in kinds.items()},
@@ -323,6 +327,11 @@ def kinds_in(manifest: Mapping[str, Any]) -> dict[str, type] | None:
         return {name: KINDS[kind] for name, kind in listed.items()}
     except (AttributeError, KeyError, TypeError):
         raise ValueError(f"{KIND.file}: expected the types of attributes, found {listed!r}") from None
+
+
+def numbering_in(manifest: Mapping[str, Any]) -> Numbering:
+    """Whose the sequence numbers of a partition are."""
+    return Numbering.read(manifest["numbering"], KIND.file)
 
 
 def empty_store(

@@ -39,6 +39,7 @@ def to_rows(
     columns: dict[str, Any] = {
         "id": found.ids,
         "sequence": sequence,
+        "first_sequence": sequence if found.first_sequence is None else found.first_sequence,
         "text": found.texts,
         "source": found.sources,
         "position": [None if position < 0 else position for position in found.positions.tolist()],
@@ -76,7 +77,7 @@ def from_rows(table: Any, facts: FactStore, record: Record) -> tuple[Checked, In
         {name: table[name].to_pylist() for name in names},
     )
     found = moments.expiring(found, table["expires_at"].cast("int64").to_pylist())
-    return found, table["sequence"].to_numpy()
+    return found._replace(first_sequence=table["first_sequence"].to_numpy()), table["sequence"].to_numpy()
 
 
 def restated(record: Record, sequence: Int64, status: str, reason: str | None, renumbered: Int64 | None = None) -> Any:
@@ -95,11 +96,12 @@ def restated(record: Record, sequence: Int64, status: str, reason: str | None, r
     return table.sort_by("sequence")
 
 
-def quarantined(record: Record) -> dict[str, tuple[int, str | None]]:
-    """The quarantined facts of a version: sequence and reason."""
-    table = record.read(["id", "sequence", "reason"], f"status != '{LIVE}'")
-    columns = (table[name].to_pylist() for name in ("id", "sequence", "reason"))
-    return {i: (sequence, reason) for i, sequence, reason in zip(*columns, strict=True)}
+def quarantined(record: Record) -> dict[str, tuple[int, str | None, int]]:
+    """The quarantined facts of a version: sequence, reason, and the number that each was added with."""
+    names = ["id", "sequence", "reason", "first_sequence"]
+    table = record.read(names, f"status != '{LIVE}'")
+    columns = (table[name].to_pylist() for name in names)
+    return {i: (sequence, reason, first) for i, sequence, reason, first in zip(*columns, strict=True)}
 
 
 def check_names(attributes: Iterable[str]) -> None:

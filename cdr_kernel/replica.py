@@ -29,14 +29,16 @@ class Replica:
     """The facts of one version of a record, and what goes with them. Threads of one process take turns outside.
 
     record: the version that was last looked at. facts: the live ones of ``version``, which is the record's but while it
-    catches up. held: the quarantined ones, with sequence and reason. next_sequence: what the next fact gets.
+    catches up. held: the quarantined ones, with sequence, reason and first sequence. next_sequence: what the next fact
+    gets.
     """
 
     def __init__(self, record: Record, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
         about = record.about
         self.folder = record.path.parent
         self.record = record
-        self._held: dict[str, tuple[int, str | None]] = {}
+        self._held: dict[str, tuple[int, str | None, int]] = {}
+        self._next_sequence = 0
         self.facts = FactStore(
             record.dim,
             embedding_model=about["embedding_model"],
@@ -45,7 +47,6 @@ class Replica:
             hash_key=hash_key,
         )
         self.version = record.version
-        self.next_sequence = 0
         self.alone = False  # whether the turn that is taken keeps other processes out
 
     @property
@@ -55,15 +56,26 @@ class Replica:
     @facts.setter
     def facts(self, facts: FactStore) -> None:
         self._facts = facts
-        facts.held = self._held
+        facts.held, facts.numbering = self._held, self.record.numbering
+        facts._is_copy = True  # of the record: who takes the facts elsewhere gives numbers of its own
+        facts.count_from(self._next_sequence)
 
     @property
-    def held(self) -> dict[str, tuple[int, str | None]]:
+    def held(self) -> dict[str, tuple[int, str | None, int]]:
         return self._held
 
     @held.setter
-    def held(self, held: dict[str, tuple[int, str | None]]) -> None:
+    def held(self, held: dict[str, tuple[int, str | None, int]]) -> None:
         self._held = self._facts.held = held  # whoever has the facts alone can say why one is not among them
+
+    @property
+    def next_sequence(self) -> int:
+        return self._next_sequence
+
+    @next_sequence.setter
+    def next_sequence(self, following: int) -> None:
+        self._next_sequence = following
+        self._facts.count_from(following)
 
     def change(self, make: Callable[[], T]) -> T:
         """What `make` commits on top of the newest version, in a turn of its own; again where others were quicker."""
@@ -83,13 +95,15 @@ class Replica:
         sequence: Int64 | None = None,
         removed: Iterable[int] = (),
         *,
-        held: dict[str, tuple[int, str | None]] | None = None,
+        held: dict[str, tuple[int, str | None, int]] | None = None,
         next_sequence: int | None = None,
     ) -> None:
         """Be equal to a later version of the record, which differs by these facts.
 
         found, sequence, removed: as for `FactStore.apply`. held, next_sequence: as they are now, None where they stay.
         """
+        if held is not None:
+            self.held = self.held | held  # before its facts go, so that none is nowhere for a moment
         self.facts.apply(found, sequence, removed)
         self.held = self.held if held is None else held
         self.next_sequence = self.next_sequence if next_sequence is None else next_sequence
@@ -129,8 +143,9 @@ class Replica:
 
     def _read(
         self, record: Record, why: str | None
-    ) -> tuple[FactStore, dict[str, tuple[int, str | None]], int, Record]:
+    ) -> tuple[FactStore, dict[str, tuple[int, str | None, int]], int, Record]:
         facts, total = self.facts.empty(), record.count(LIVE)
+        facts.numbering, facts._is_copy = record.numbering, True
         record.check_unique()
         if why is not None and total >= _LONG_WORK:
             say(f"{self.folder}: reading {total:,} facts from the record, {why}")

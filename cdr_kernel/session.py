@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel import session_json
+from cdr_kernel import session_json, session_token
 from cdr_kernel.arrays import as_vector
 from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_order, check_text
 from cdr_kernel.columns import Columns
@@ -46,6 +46,7 @@ from cdr_kernel.constants import (
 )
 from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
+from cdr_kernel.session_token import NumberedStore, SessionToken
 from cdr_kernel.steps import finish
 from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import MOST_WORDS, Calibrated, CoverageEntry, Exit, Feedback, SessionState, SubQuery, WindowReport
@@ -545,15 +546,46 @@ class Session:
         """
         return session_json.from_json(cls, text, tokenizer=tokenizer, hash_key=hash_key)
 
-    def token(self) -> bytes:
-        """What a gateway signs and hands around (SPEC-007): canonical JSON in ASCII, 4,096 bytes at most.
+    def token(self, store: NumberedStore | None = None) -> bytes:
+        """What a gateway signs and hands around: 4,096 bytes at most (SPEC-007).
 
-        It holds the settings, the counters, coverage and residual by index into the sub-queries, the model's
-        id and a SHA-256 of the coverage state. It does not hold texts, embeddings or the blacklist, and the
-        packed facts only under `exclude_packed` or a `packed_penalty`. ValueError if it does not fit: use `to_json`
-        then.
+        It has the settings, the counters, coverage, words, and a SHA-256 of all of it and of the sub-queries. The facts
+        of the calibrated mode's direction are in it too, and the packed facts under `exclude_packed` or a
+        `packed_penalty`. It has no texts, no embeddings and no blacklist.
+
+        Args:
+            store: The `FactStore` or `ShardedStore` of the session's facts. They are named by their numbers there,
+                about 2 bytes each. None names facts by their ids.
+
+        Returns:
+            A head of canonical JSON in ASCII, a newline, and binary data. Equal states give equal bytes.
+
+        Raises:
+            ValueError: If 4,096 bytes do not suffice. `token_needs_blob` says so in advance.
+            EmbeddingModelMismatch: If the store is of another model.
         """
-        return session_json.token(self)
+        return session_token.token(self, store)
+
+    def token_needs_blob(self, store: NumberedStore | None = None) -> bool:
+        """Whether the session as it is now needs a blob beside its token. See `token_and_blob`."""
+        return session_token.token_and_blob(self, store).blob is not None
+
+    def token_and_blob(self, store: NumberedStore | None = None) -> SessionToken:
+        """The token, and the rest of the session where 4,096 bytes do not suffice.
+
+        The token has the SHA-256 of the blob, so who signs the token signs both.
+
+        Args:
+            store: As in `token`.
+
+        Returns:
+            `token`: bytes, 4,096 at most. `blob`: bytes for `from_token`, 4 MiB at most; None where the token has all.
+
+        Raises:
+            ValueError: If the id and the settings alone exceed a token, or the rest a blob. Use `to_json` then.
+            EmbeddingModelMismatch: If the store is of another model.
+        """
+        return session_token.token_and_blob(self, store)
 
     @classmethod
     def from_token(
@@ -563,15 +595,31 @@ class Session:
         *,
         embedding_model: str,
         guard: NGramGuard | None = None,
+        store: NumberedStore | None = None,
+        blob: bytes | None = None,
     ) -> Self:
         """The session behind a token, given the task's sub-queries again.
 
-        guard: the blacklist so far, which the token cannot hold (see `NGramGuard.from_hashes`); None starts
-        an empty one, or none where the session had none.
-        EmbeddingModelMismatch for another model; ValueError for sub-queries that are not those of the token,
-        and for anything that `token` does not write.
+        A fact that was upserted since is the same fact. A fact that was removed since is left out: if its id is added
+        again, that is a new fact.
+
+        Args:
+            token: What `token` or `token_and_blob` returned.
+            sub_queries: Those of the session, in the same order.
+            embedding_model: The session's.
+            guard: The blacklist so far, which the token cannot hold (see `NGramGuard.from_hashes`). None starts an
+                empty one, or none where the session had none.
+            store: The store whose numbers the token uses, as it is now. None where it was made without one.
+            blob: What `token_and_blob` returned beside the token.
+
+        Raises:
+            EmbeddingModelMismatch: For another model.
+            ValueError: For other sub-queries, another store or blob, and for anything that `token` does not write.
+                `session_token.StoreBehind` where the store has not seen all facts of the token yet.
         """
-        return session_json.from_token(cls, token, sub_queries, embedding_model=embedding_model, guard=guard)
+        return session_token.from_token(
+            cls, token, sub_queries, embedding_model=embedding_model, guard=guard, store=store, blob=blob
+        )
 
     def _fresh_state(self, guard: NGramGuard | None, safety_budget: float) -> SessionState:
         return SessionState(

@@ -1,10 +1,9 @@
-"""A session as JSON, whole, and as the token that a gateway signs; and back, every field checked."""
+"""A session as JSON, whole, and back, every field checked. `session_token` has the token that a gateway signs."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.checks import check_integer, check_number, check_order, check_text
+from cdr_kernel.checks import check_integer, check_number, check_text
 from cdr_kernel.ngram import NGramGuard
-from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import Calibrated, Feedback, SessionState, SubQuery
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
@@ -25,8 +23,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Session")
 SCHEMA = 1
-TOKEN_LIMIT = 4096
-"""SPEC-007: bytes of a session token at most."""
+_COUNTERS = "window_count completeness safety_budget"
 
 
 def to_json(session: Session) -> str:
@@ -58,13 +55,11 @@ def to_json(session: Session) -> str:
                 for entry in state.coverage
             ],
             "residual": [item.id for item in state.residual],
-            "window_count": state.window_count,
-            "completeness": state.completeness,
             "words": state.words,
             "packed": state.packed,
-            "safety_budget": state.safety_budget,
             "guard": None if state.guard is None else _pack_guard(state.guard),
-            **_feedback_data(session, state, with_direction=True),
+            **_counters(state),
+            **_feedback_data(session, state),
         }
     )
 
@@ -78,77 +73,28 @@ def from_json(kind: type[S], text: str, *, tokenizer: Tokenizer | None = None, h
         raise ValueError(f"not a session: {_message(error)}") from error
 
 
-def token(session: Session) -> bytes:
-    """See `Session.token`."""
-    state = session._state
-    payload: dict[str, object] = {
-        "v": SCHEMA,
-        "id": session.id,
-        "dim": session.dim,
-        "settings": _settings(session),
-        "covered": [session._index[entry.sub_query_id] for entry in state.coverage],
-        "windows": [entry.window_number for entry in state.coverage],
-        "depths": _pack_array(np.array([entry.depth_weight for entry in state.coverage]), "<f8"),
-        "residual": [session._index[item.id] for item in state.residual],
+def _counters(state: SessionState) -> dict[str, object]:
+    """What JSON and token both have of the state, one small value each.
+
+    To add a field: name it in `_COUNTERS`, put its value here, and read it in `_restore`.
+    """
+    return {
         "window_count": state.window_count,
         "completeness": state.completeness,
-        "words": [state.words[item.id] for item in session.sub_queries],
         "safety_budget": state.safety_budget,
-        "guard": None if state.guard is None else _guard_settings(state.guard),
-        "packed": state.packed if _needs_packed(session) else {},
-        "sha256": _coverage_hash(session, state),
-        **_feedback_data(session, state, with_direction=False),
     }
-    token = _canonical(payload).encode("ascii")
-    if len(token) > TOKEN_LIMIT:
-        raise ValueError(f"a session token holds at most {TOKEN_LIMIT} bytes, this one needs {len(token)}")
-    return token
-
-
-def from_token(
-    kind: type[S],
-    token: bytes,
-    sub_queries: Iterable[SubQuery],
-    *,
-    embedding_model: str,
-    guard: NGramGuard | None = None,
-) -> S:
-    """See `Session.from_token`."""
-    if not isinstance(token, bytes | bytearray):
-        raise TypeError(f"token must be bytes, got {type(token).__name__}")
-    if len(token) > TOKEN_LIMIT:
-        raise ValueError(f"a session token holds at most {TOKEN_LIMIT} bytes, got {len(token)}")
-    check_text(embedding_model, "embedding_model")
-    if guard is not None and not isinstance(guard, NGramGuard):
-        raise TypeError(f"guard must be an NGramGuard or None, got {guard!r}")
-    check_order(sub_queries, "sub_queries")
-    sub_queries = tuple(sub_queries)
-    try:
-        data = _parse(bytes(token).decode("ascii"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not a session token: {error}") from error
-    try:
-        model = data["settings"]["embedding_model"]
-        if model != embedding_model:
-            advice = f"the token is of a session of {model!r}, embedding_model= and its sub-queries must be of that too"
-            raise EmbeddingModelMismatch("embedding_model", model, embedding_model, advice)
-        return _from_token_data(kind, data, sub_queries, guard)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"not a session token: {_message(error)}") from error
 
 
 def _needs_packed(session: Session) -> bool:
     return session.exclude_packed or (session.calibrated is not None and session.calibrated.packed_penalty > 0.0)
 
 
-def _feedback_data(session: Session, state: SessionState, *, with_direction: bool) -> dict[str, object]:
+def _feedback_data(session: Session, state: SessionState) -> dict[str, object]:
     if session.calibrated is None:
         return {}
     made = state.feedback
     if made is None:
         return {"feedback": None}
-    if not with_direction:
-        return {"feedback": list(made.fact_ids)}
     direction = None if made.direction is None else _pack_array(made.direction, "<f8")
     words = None if made.words is None else [list(pair) for pair in made.words]
     return {"feedback": {"fact_ids": list(made.fact_ids), "direction": direction, "words": words}}
@@ -176,20 +122,8 @@ def _settings(session: Session) -> dict[str, object]:
     }
 
 
-def _coverage_hash(session: Session, state: SessionState) -> str:
-    content = {
-        "embedding_model": session.embedding_model,
-        "sub_queries": [[item.id, _pack_array(item.embedding, "<f8")] for item in session.sub_queries],
-        "coverage": [[e.sub_query_id, e.depth_weight, e.window_number] for e in state.coverage],
-    }
-    return hashlib.sha256(_canonical(content).encode("ascii")).hexdigest()
-
-
 def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None) -> S:
-    fields = (
-        "schema id dim settings sub_queries coverage residual window_count completeness words packed "
-        "safety_budget guard"
-    )
+    fields = f"schema id dim settings sub_queries coverage residual words packed guard {_COUNTERS}"
     _check_fields(data, fields + _extra_fields(data), "the session")
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
@@ -209,49 +143,9 @@ def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None,
     for item in _check_list(data["coverage"], "coverage"):
         _check_fields(item, "sub_query_id depth_weight window_number", "a coverage entry")
         coverage.append((item["sub_query_id"], item["depth_weight"], item["window_number"]))
-    _restore(session, data, coverage, data["residual"], data["words"])
-    return session
-
-
-def _from_token_data(
-    kind: type[S], data: dict[str, Any], sub_queries: tuple[SubQuery, ...], guard: NGramGuard | None
-) -> S:
-    fields = (
-        "v id dim settings covered windows depths residual window_count completeness words safety_budget "
-        "guard packed sha256"
-    )
-    _check_fields(data, fields + _extra_fields(data), "the token")
-    if data["v"] != SCHEMA:
-        raise ValueError(f"v must be {SCHEMA}, got {data['v']!r}")
-    own = _token_guard(data["guard"], guard)
-    check_text(data["id"], "id")
-    session = _from_settings(kind, data, sub_queries, own)
-    ids = list(session._index)
-
-    def named(indices: object, name: str) -> list[str]:
-        checked = [check_integer(i, f"an index in {name}", 0) for i in _check_list(indices, name)]
-        if any(i >= len(ids) for i in checked):
-            raise ValueError(f"{name} has an index beyond the {len(ids)} sub-queries given, got {checked}")
-        return [ids[i] for i in checked]
-
-    covered = named(data["covered"], "covered")
-    windows = _check_list(data["windows"], "windows")
-    depths = _unpack_array(data["depths"], "<f8", "depths", len(covered)).tolist()
-    words = _check_list(data["words"], "words")
-    if len(windows) != len(covered) or len(words) != len(ids) or data["dim"] != session.dim:
-        raise ValueError(
-            f"the sub-queries are not those of the token: it has {len(words)} of dimension "
-            f"{data['dim']!r}, got {len(ids)} of dimension {session.dim}"
-        )
-    _restore(
-        session,
-        data,
-        list(zip(covered, depths, windows, strict=True)),
-        named(data["residual"], "residual"),
-        dict(zip(ids, words, strict=True)),
-    )
-    if _coverage_hash(session, session._state) != data["sha256"]:
-        raise ValueError("the sub-queries or the coverage are not those of the token: the SHA-256 differs")
+    _restore(session, data, coverage, data["words"])
+    if data["residual"] != [item.id for item in session.residual]:
+        raise ValueError(f"residual must be what coverage leaves, got {data['residual']!r}")
     return session
 
 
@@ -270,10 +164,8 @@ def _from_settings(
     return kind(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
 
 
-def _restore(
-    session: Session, data: dict[str, Any], coverage: Iterable[tuple[Any, Any, Any]], residual: object, words: object
-) -> None:
-    """Replace the fresh state of a session just made by a stored one, checked."""
+def _restore(session: Session, data: dict[str, Any], coverage: Iterable[tuple[Any, Any, Any]], words: object) -> None:
+    """Replace the fresh state of a session just made by a stored one, checked. The residual is what coverage leaves."""
     count = check_integer(data["window_count"], "window_count", 0)
     entries = tuple(
         session._entry(
@@ -284,8 +176,6 @@ def _restore(
         for id, depth, window in coverage
     )
     remaining = session._remaining(entries)
-    if residual != [item.id for item in remaining]:
-        raise ValueError(f"residual must be what coverage leaves, got {residual!r}")
     if not isinstance(words, dict) or set(words) != set(session._index):
         raise ValueError(f"words must have a count for each sub-query, got {words!r}")
     if not isinstance(data["packed"], dict):

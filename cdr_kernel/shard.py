@@ -262,10 +262,16 @@ class Shard:
         """Sequence numbers of all facts."""
         return view.sequence[view.alive]
 
-    def find(self, view: StoreView, ids: tuple[str, ...]) -> list[str]:
-        """Those of these ids that are here."""
+    def find(self, view: StoreView, ids: tuple[str, ...]) -> dict[str, int]:
+        """Those of these ids that are here, with the sequence numbers that their facts were added with."""
         rows = rows_of(view, ids)
-        return [view.id_of(row) for row in rows.tolist()]
+        return dict(zip(view.ids_at(rows), view.first_sequence[rows].tolist(), strict=True))
+
+    def ids_of(self, view: StoreView, numbers: Int64) -> dict[int, str]:
+        """The ids of those of the facts that were added with these sequence numbers that are here, by number."""
+        rows = view.rows_numbered(numbers)
+        here = rows >= 0
+        return dict(zip(numbers[here].tolist(), view.ids_at(rows[here]), strict=True))
 
     def get(self, view: StoreView, ids: tuple[str, ...]) -> list[Fact]:
         """Those of these facts that are here."""

@@ -24,6 +24,7 @@ from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, 
 from cdr_kernel.checks import check_strings, counted, few
 from cdr_kernel.forks import Lock, Threads, cached_property
 from cdr_kernel.ngram import HashKey, Tokenizer
+from cdr_kernel.numbering import Numbering
 from cdr_kernel.partition import (
     CHUNK,
     Home,
@@ -38,6 +39,7 @@ from cdr_kernel.partition import (
     kinds_in,
     manifest_fields,
     manifest_of,
+    numbering_in,
     open_shard,
     owners,
     parts_of,
@@ -119,6 +121,8 @@ class ShardedStore:
         by: str,
         home: Home | None = None,
         next_sequence: int = 0,
+        numbering: Numbering | None = None,
+        is_copy: bool = False,
         version: int = 0,
         facts: int | None = None,
         kinds: Mapping[str, type] | None = None,
@@ -135,6 +139,9 @@ class ShardedStore:
         self._pool = pool
         self._lock = Lock()
         self._next_sequence = next_sequence
+        self.numbering = numbering or Numbering.new()
+        """Whose the sequence numbers are."""
+        self._is_copy = is_copy  # whether numbers that are given from now on are not those of `numbering`
         self._expires = expires  # whether any fact may
         self._kinds = kinds  # of further columns; None: to be asked of the shards when first needed
         groups = tuple(Group(name, start(name), v, keep=home is not None) for name, v in versions.items())
@@ -176,6 +183,8 @@ class ShardedStore:
             dict.fromkeys(names, 0),
             by=by,
             next_sequence=store.next_sequence,
+            numbering=store.numbering,
+            is_copy=store._is_copy,
             version=view.version,
             facts=len(view),
             kinds=view.attribute_types,
@@ -251,6 +260,8 @@ class ShardedStore:
             by=manifest["by"],
             home=home_of(home),
             next_sequence=manifest["next_sequence"],
+            numbering=numbering_in(manifest),
+            is_copy=True,
             version=manifest["store_version"],
             facts=manifest["facts"],
             kinds=kinds_in(manifest),
@@ -350,6 +361,23 @@ class ShardedStore:
             raise KeyError(f"ids: {few(missing)} not in the store")
         return [found[i] for i in wanted]
 
+    @property
+    def next_sequence(self) -> int:
+        """The number that the next fact gets."""
+        return self._next_sequence
+
+    def numbers_of(self, ids: Iterable[str]) -> Int64:
+        """As ``FactStore.numbers_of``. Raises ShardsMissing where a shard that may have one of the ids cannot be
+        asked."""
+        wanted = list(ids)
+        found = self._located(wanted)
+        return np.array([found[id][1] if id in found else -1 for id in wanted], np.int64)
+
+    def ids_of(self, numbers: Int64) -> list[str | None]:
+        """As ``FactStore.ids_of``. Raises ShardsMissing where a shard cannot be asked."""
+        found = {number: id for part in self._ask("ids_of", (numbers,)) for number, id in part.items()}
+        return [found.get(number) for number in numbers.tolist()]
+
     def add(self, ids: Sequence[str], texts: Sequence[str], embeddings: Any, **keywords: Any) -> Added:
         """As ``FactStore.add``: nothing is added after an error. Raises ShardsMissing where a shard that may hold one
         of the ids cannot be asked."""
@@ -367,7 +395,7 @@ class ShardedStore:
         view = checked.view()
         names = view.ids
         with self._lock:
-            present = self._find(names)
+            present = self._located(names)
             if present and not replace:
                 raise ValueError(
                     f"ids: {few([i for i in names if i in present])} in the store already (upsert replaces)"
@@ -380,12 +408,22 @@ class ShardedStore:
             kinds = self._checked_kinds(view.attribute_types)
             rows = np.arange(len(names))
             owner = owners(keys_of(names, view.sources(rows.tolist()), self.by), self.shards)
+            first = sequence.copy()
+            for row, id in enumerate(names):
+                if id in present:
+                    first[row] = present[id][1]
             changes = {}
             for i, group in enumerate(self._snapshot.groups):
-                here, old = rows[owner == i], tuple(id for id in names if present.get(id) == group.name)
+                here = rows[owner == i]
+                old = tuple(id for id in names if id in present and present[id][0] == group.name)
+                facts = None
+                if len(here):
+                    numbers = {"sequence": sequence[here], "first_sequence": first[here]}
+                    facts = {**_typed(facts_in(view, here), kinds), **numbers}
                 if len(here) or old:
-                    facts = {**_typed(facts_in(view, here), kinds), "sequence": sequence[here]} if len(here) else None
                     changes[group.name] = Change(old, facts)
+            if self._is_copy:
+                self.numbering, self._is_copy = self.numbering.branched(int(sequence[0])), False
             self._next_sequence = int(sequence[-1]) + 1
             self._kinds = kinds
             self._commit(changes, len(names) - len(present))
@@ -496,6 +534,7 @@ class ShardedStore:
                 facts=now.facts,
                 version=now.version,
                 next_sequence=self._next_sequence,
+                numbering=self.numbering,
                 kinds=self.attribute_types,
                 expires=self._expires,
             )
@@ -569,6 +608,10 @@ class ShardedStore:
 
     def _find(self, ids: Sequence[str]) -> dict[str, str]:
         """The shard of each of these ids that is there."""
+        return {id: name for id, (name, _) in self._located(ids).items()}
+
+    def _located(self, ids: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """The shard of each of these ids that is there, and the sequence number that its fact was added with."""
         if not ids:
             return {}
         if self.by == "id":
@@ -581,7 +624,9 @@ class ShardedStore:
         else:
             asked = list(self._snapshot.groups)
             found = self._ask_each("find", lambda group: (tuple(ids),))
-        return {id: group.name for group, part in zip(asked, found, strict=True) for id in part}
+        return {
+            id: (group.name, number) for group, part in zip(asked, found, strict=True) for id, number in part.items()
+        }
 
     def _ask(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return self._ask_each(method, lambda group: args)

@@ -21,6 +21,7 @@ from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
 from cdr_kernel.checks import check_order, check_strings, counted, few
 from cdr_kernel.forks import Lock
+from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
@@ -75,7 +76,11 @@ class Added(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """Facts that passed the door of a store, as it keeps them: M of them, and the ids that were skipped."""
+    """Facts that passed the door of a store, as it keeps them: M of them, and the ids that were skipped.
+
+    sequence: their numbers, None for the store's next ones. first_sequence: the numbers that they were added with, None
+    where those are `sequence`.
+    """
 
     ids: list[str]
     texts: list[str]
@@ -88,6 +93,7 @@ class Checked(NamedTuple):
     attributes: Attributes
     sequence: Int64 | None
     skipped: tuple[str, ...]
+    first_sequence: Int64 | None = None
 
     def take(self, keep: Int64) -> Checked:
         """The facts of these positions."""
@@ -105,6 +111,7 @@ class Checked(NamedTuple):
             {name: (kind, [values[i] for i in keep]) for name, (kind, values) in self.attributes.items()},
             None if self.sequence is None else self.sequence[keep],
             self.skipped,
+            None if self.first_sequence is None else self.first_sequence[keep],
         )
 
 
@@ -161,8 +168,12 @@ class FactStore:
         self._new: New = np.empty if scratch is None else new_in(Path(scratch))
         self.about: Mapping[str, Any] = {}
         """What its manifest says beside the facts, and `data`, the subfolder they are in."""
-        self.held: Mapping[str, tuple[int, str | None]] = {}
-        """Facts that a durable store has in quarantine, which are not here: their sequence numbers, and the reasons."""
+        self.held: Mapping[str, tuple[int, str | None, int]] = {}
+        """Facts that a durable store has in quarantine, which are not here: their sequence numbers, the reasons, and
+        the numbers that they were added with."""
+        self.numbering = Numbering.new()
+        """Whose the sequence numbers are."""
+        self._is_copy = False  # whether numbers that are given from now on are not those of `numbering`
         self._hasher = TokenHasher(tokenizer, hash_key)
         self._lock = Lock()
         self._row_of: dict[str, int] | None = {}  # None: to be made from the view when needed
@@ -173,6 +184,7 @@ class FactStore:
             squared_norms=Growing(np.zeros(0)),
             importance=Growing(np.zeros(0)),
             sequence=Growing(np.zeros(0, np.int64)),
+            first_sequence=Growing(np.zeros(0, np.int64)),
             positions=Growing(np.zeros(0, np.int64)),
             ids=Strings(),
             texts=Strings(),
@@ -191,6 +203,7 @@ class FactStore:
             importance=storage.importance.front(n),
             alive=alive,
             sequence=storage.sequence.front(n),
+            first_sequence=storage.first_sequence.front(n),
             tokens=TokenRows(storage.tokens.blocks(n), storage.texts, self.tokenizer_name, self.key_fingerprint),
             version=version,
             layout=layout,
@@ -269,6 +282,11 @@ class FactStore:
         """The number that the next fact gets."""
         return self._next_sequence
 
+    def count_from(self, following: int) -> None:
+        """Give no sequence number below this one from now on."""
+        with self._lock:
+            self._next_sequence = max(self._next_sequence, following)
+
     @property
     def ids(self) -> list[str]:
         """Ids in order of their sequence."""
@@ -289,6 +307,37 @@ class FactStore:
         with self._lock:
             known = self._rows()
             return np.array([known[i] for i in ids], np.int64)
+
+    def numbers_of(self, ids: Iterable[str]) -> Int64:
+        """The numbers by which session tokens name these facts.
+
+        A fact's number is the sequence number that it was added with. An upsert and a quarantine keep it. A fact that
+        was removed and added again has another one.
+
+        Args:
+            ids: M ids of facts.
+
+        Returns:
+            int64 [M]; -1 for an id that is not in the store.
+        """
+        with self._lock:
+            known, first, held = self._rows(), self._view.first_sequence, self.held
+            return np.array([first[known[i]] if i in known else held[i][2] if i in held else -1 for i in ids], np.int64)
+
+    def ids_of(self, numbers: Int64) -> list[str | None]:
+        """The facts of these numbers (see ``numbers_of``).
+
+        Args:
+            numbers: int64 [M].
+
+        Returns:
+            M ids; None for a fact that was removed, and for a number that no fact has.
+        """
+        with self._lock:
+            view, held = self._view, {first: id for id, (_, _, first) in self.held.items()}
+        rows = view.rows_numbered(numbers)
+        ids = iter(view.ids_at(rows[rows >= 0]))
+        return [next(ids) if row >= 0 else held.get(number) for row, number in zip(rows, numbers.tolist(), strict=True)]
 
     def index_ids(self) -> None:
         """Index the ids now, which else the first call that looks one up does."""
@@ -410,8 +459,20 @@ class FactStore:
                 return Added(0, found.skipped)
             if found.sequence is not None and found.sequence[0] < self._next_sequence:
                 raise ValueError(f"sequence: expected at least {self._next_sequence}, got {found.sequence[0]}")
-            self.apply(found, found.sequence, [known[i] for i in old])
+            sequence, rows = found.sequence, [known[i] for i in old]
+            if sequence is None:
+                sequence = np.arange(self._next_sequence, self._next_sequence + len(found.ids))
+            if old and found.first_sequence is None:
+                found = found._replace(first_sequence=self._first_numbers(found.ids, sequence))
+            if self._is_copy:
+                self.numbering, self._is_copy = self.numbering.branched(int(sequence[0])), False
+            self.apply(found, sequence, rows)
         return Added(len(found.ids), found.skipped)
+
+    def _first_numbers(self, ids: Sequence[str], sequence: Int64) -> Int64:
+        """The numbers that facts were added with; those in `sequence` for facts that are not in the store."""
+        numbers = self.numbers_of(ids)
+        return np.where(numbers < 0, sequence, numbers)
 
     def check_kinds(self, columns: Attributes) -> None:
         """Raises TypeError where a column of these has another type than the store's of that name."""
@@ -460,6 +521,7 @@ class FactStore:
         storage.importance.write(n, found.importance)
         storage.positions.write(n, found.positions)
         storage.sequence.write(n, sequence)
+        storage.first_sequence.write(n, sequence if found.first_sequence is None else found.first_sequence)
         storage.ids.write(n, found.ids)
         storage.texts.write(n, found.texts)
         storage.tokens.write(n, found.tokens)
@@ -533,6 +595,7 @@ class FactStore:
                 squared_norms=Growing(view.squared_norms[keep]),
                 importance=Growing(view.importance[keep]),
                 sequence=Growing(view.sequence[keep]),
+                first_sequence=Growing(view.first_sequence[keep]),
                 positions=Growing(old.positions.buffer[keep]),
                 ids=Strings(),
                 texts=Strings(),
@@ -567,6 +630,7 @@ class FactStore:
             view = other._view
             self._row_of = None
             self._next_sequence = max(self._next_sequence, other._next_sequence)
+            self.numbering, self._is_copy = other.numbering, other._is_copy
             alive = view.alive.copy()
             self._view = self._view_of(view._storage, alive, self._view.version + 1, self._view.layout + 1)
 
@@ -589,9 +653,9 @@ class FactStore:
         """
         folder = Path(path)
         with self._lock:
-            saved, next_sequence = view or self._view, self._next_sequence
+            saved, next_sequence, numbering = view or self._view, self._next_sequence, self.numbering
         check_store_folder(folder)
-        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, about))
+        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, numbering, about))
 
     @classmethod
     def load(
@@ -640,6 +704,7 @@ class FactStore:
             store.about = {**(about if isinstance(about, dict) else {}), "data": manifest["data"]}
             store._row_of = None
             store._next_sequence = manifest["next_sequence"]
+            store.numbering, store._is_copy = Numbering.read(manifest["numbering"], f"{folder / KIND.file}"), True
             store._view = store._view_of(storage, np.ones(manifest["facts"], np.bool_), version=0, layout=0)
             return store
 

@@ -180,6 +180,7 @@ class Storage:
     squared_norms: Growing
     importance: Growing
     sequence: Growing
+    first_sequence: Growing
     positions: Growing
     ids: Strings
     texts: Strings

@@ -15,13 +15,23 @@ import numpy as np
 from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
 from cdr_kernel.folder import LOCK, Kind, read_array, synced
+from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
 from cdr_kernel.store_view import StoreView
 from cdr_kernel.token_hashes import TOKEN_BYTES, TokenRows, take_tokens
 
 FORMAT = "cdr-fact-store"
 FORMAT_VERSION = 2
-_ARRAYS = ("embeddings", "squared_norms", "importance", "sequence", "positions", "tokens", "token_offsets")
+_ARRAYS = (
+    "embeddings",
+    "squared_norms",
+    "importance",
+    "sequence",
+    "first_sequence",
+    "positions",
+    "tokens",
+    "token_offsets",
+)
 _TEXTS = ("ids", "texts", "sources")
 _FILES = {*(f"{name}.npy" for name in _ARRAYS), *(f"{n}{end}" for n in _TEXTS for end in (".utf8", "_offsets.npy"))}
 KIND = Kind(
@@ -40,6 +50,7 @@ KIND = Kind(
         "unicode": str,
         "facts": int,
         "next_sequence": int,
+        "numbering": list,
         "files": dict,
     },
 )
@@ -50,11 +61,16 @@ _FLOAT64 = np.finfo(np.float64)
 
 
 def write(
-    data: Path, view: StoreView, next_sequence: int, about: Callable[[Path], Mapping[str, Any]] | None = None
+    data: Path,
+    view: StoreView,
+    next_sequence: int,
+    numbering: Numbering,
+    about: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Put the facts of a view into an empty folder; returns the fields of the manifest.
 
-    about: called with the folder when the data is in it; what it returns goes into the manifest.
+    next_sequence: the number that the next fact gets. numbering: whose the numbers are. about: called with the folder
+    when the data is in it; what it returns goes into the manifest.
     """
     keep = np.flatnonzero(view.alive)
     _save_rows(data / "embeddings.npy", view, keep)
@@ -62,6 +78,7 @@ def write(
         "squared_norms": view.squared_norms[keep],
         "importance": view.importance[keep],
         "sequence": view.sequence[keep],
+        "first_sequence": view.first_sequence[keep],
         "positions": view._storage.positions.buffer[keep],
     }
     for name, array in arrays.items():
@@ -84,6 +101,7 @@ def write(
         "unicode": unicodedata.unidata_version,
         "facts": len(keep),
         "next_sequence": next_sequence,
+        "numbering": numbering.listed(),
         "attributes": attributes,
         "about": {} if about is None else dict(about(data)),
         "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
@@ -135,12 +153,16 @@ def read(folder: Path, manifest: Mapping[str, Any], dtype: np.dtype[Any], *, mma
     sequence = numbers("sequence", np.int64, 0, manifest["next_sequence"] - 1)
     if (sequence.buffer[1:] <= sequence.buffer[:-1]).any():
         raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
+    first_sequence = numbers("first_sequence", np.int64, 0, manifest["next_sequence"] - 1)
+    if not _are_first(first_sequence.buffer, sequence.buffer):
+        raise ValueError(f"{data / 'first_sequence.npy'}: expected each number once, at most that in sequence.npy")
     return Storage(
         mapped=embeddings if n else None,
         tail=Pieces(dim, dtype, new),
         squared_norms=numbers("squared_norms", np.float64, _FLOAT64.smallest_subnormal, _FLOAT64.max),
         importance=numbers("importance", np.float64, 0.0, _FLOAT64.max),
         sequence=sequence,
+        first_sequence=first_sequence,
         positions=numbers("positions", np.int64, NO_POSITION, MAX_POSITION),
         ids=strings("ids"),
         texts=strings("texts"),
@@ -199,6 +221,15 @@ def _save_strings(data: Path, name: str, strings: Iterator[str]) -> None:
             ends.append(ends[-1][-1] + np.cumsum([len(each) for each in utf8], dtype=np.int64))
     with synced(data / f"{name}_offsets.npy") as file:
         np.save(file, np.concatenate(ends), allow_pickle=False)
+
+
+def _are_first(first: Int64, sequence: Int64) -> bool:
+    """Whether facts of these sequence numbers, which ascend, can have been added with these numbers."""
+    upserted = np.flatnonzero(first != sequence)
+    numbers = first[upserted]
+    others = np.minimum(np.searchsorted(sequence, numbers), max(len(sequence) - 1, 0))
+    theirs = (sequence[others] == numbers) & (first[others] == numbers)
+    return bool((numbers < sequence[upserted]).all() and not theirs.any() and len(np.unique(numbers)) == len(numbers))
 
 
 def _attribute_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -44,8 +44,9 @@ class StoreView:
     blocks: the embeddings as stored, arrays [R_i, D] of one dtype, read one after the other: the mapped part, then what
     was added, 2 GiB an array.
     squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
-    ascending. tokens: the token hashes of the texts, for n-gram guards. version: the number of changes the store had
-    seen; layout: how often its rows were renumbered.
+    ascending. first_sequence: int64 [R], the sequence number with which a fact was added; an upsert keeps it. tokens:
+    the token hashes of the texts, for n-gram guards. version: the number of changes the store had seen; layout: how
+    often its rows were renumbered.
     """
 
     blocks: Blocks
@@ -53,6 +54,7 @@ class StoreView:
     importance: Float64
     alive: Bool
     sequence: Int64
+    first_sequence: Int64
     tokens: TokenRows
     version: int
     layout: int
@@ -100,6 +102,16 @@ class StoreView:
     def row_of(self, fact_id: str) -> int:
         """The row of a fact; KeyError where it is not there. The first call reads all ids."""
         return self._row_of[fact_id]
+
+    def rows_numbered(self, numbers: Int64) -> Int64:
+        """The row of the fact that was added with each of these sequence numbers, int64 [M]; -1 where it is gone."""
+        alive = np.flatnonzero(self.alive)
+        if not len(alive):
+            return np.full(len(numbers), -1, np.int64)
+        first = self.first_sequence[alive]
+        order = np.argsort(first, kind="stable")  # they ascend but for facts that were upserted
+        places = order[np.minimum(np.searchsorted(first, numbers, sorter=order), len(order) - 1)]
+        return np.where(first[places] == numbers, alive[places], -1)
 
     def id_of(self, row: int) -> str:
         """The id of the fact in this row."""

@@ -35,10 +35,11 @@ def snapshotted(store):
 
 
 def contents(facts):
-    """Facts and the bytes of their vectors, in the order of their sequence."""
+    """Facts, each with (the number it was added with, the bytes of its vector), in the order of their sequence."""
     view = facts.view()
     rows = np.flatnonzero(view.alive)
-    return [(fact, row.tobytes()) for fact, row in zip(view.facts(rows), view.take(rows), strict=True)]
+    parts = zip(view.facts(rows), view.first_sequence[rows].tolist(), view.take(rows), strict=True)
+    return [(fact, (number, row.tobytes())) for fact, number, row in parts]
 
 
 def reopened(store, **keywords):

@@ -27,6 +27,7 @@ def contents(store):
     tokens = take_tokens(view.tokens.blocks, rows)
     return (
         view.facts(rows), view.take(rows).tobytes(), view.squared_norms[rows].tobytes(), store.embedding_model,
+        view.first_sequence[rows].tolist(),
         store.dim, store.dtype, *(part.tobytes() for part in tokens), store.tokenizer_name, store.key_fingerprint,
     )  # fmt: skip
 

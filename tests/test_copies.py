@@ -60,14 +60,15 @@ def test_bad_exports_are_refused_and_leave_nothing(big, tmp_path):
         "short": lambda t: t.update(importance=t["importance"][1:]),
         "zeros": lambda t: t.update(embedding=np.zeros_like(t["embedding"])),
         "order": lambda t: t.update(sequence=t["sequence"][::-1].copy()),
+        "first": lambda t: t.update(first_sequence=t["sequence"] + 1),
         "lacking": lambda t: t.pop("text.utf8"),
     }.items():
         tensors = load_file(str(tmp_path / "x.safetensors"))
         change(tensors)
         save_file(tensors, str(tmp_path / f"{name}.safetensors"), metadata=metadata)
-    names = ["torn", "empty", "foreign", "twice", "offsets", "short", "zeros", "order", "lacking"]
+    names = ["torn", "empty", "foreign", "twice", "offsets", "short", "zeros", "order", "first", "lacking"]
     for name in names:
-        with pytest.raises(ValueError, match=r"safetensors|once|all zeros|twice"):
+        with pytest.raises(ValueError, match=r"safetensors|once|all zeros|twice|first_sequence: expected 0 up"):
             DurableStore.from_export(tmp_path / f"{name}.safetensors", tmp_path / "new")
     with pytest.raises(FileNotFoundError):
         DurableStore.from_export(tmp_path / "none.safetensors", tmp_path / "new")

@@ -16,7 +16,16 @@ from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vec
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, checksums, durable, explain, replica, snapshot
 from cdr_kernel.durable import DurableStore
 
-FILES = ["embeddings.npy", "texts.utf8", "ids.utf8", "tokens.npy", "importance.npy", "attribute-0.npy", "sources.utf8"]
+FILES = [
+    "embeddings.npy",
+    "texts.utf8",
+    "ids.utf8",
+    "tokens.npy",
+    "importance.npy",
+    "first_sequence.npy",
+    "attribute-0.npy",
+    "sources.utf8",
+]
 
 
 @pytest.fixture
@@ -41,7 +50,7 @@ def test_a_rank_is_that_of_a_store_made_anew(store):
     store.upsert(ids[:20], ["again"] * 20, vectors(20, 3), attributes={"tenant": ["x"] * 20})
     store.remove(ids[50:90])
     plain = FactStore(DIM, embedding_model=MODEL)
-    for fact, row in contents(store.facts):
+    for fact, (_, row) in contents(store.facts):
         plain.add(
             [fact.id],
             [fact.text],

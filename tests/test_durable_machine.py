@@ -22,7 +22,10 @@ WHO = st.integers(0, 1)
 
 
 class Facts(RuleBasedStateMachine):
-    """model: {id: [text, tenant, quarantined, expires]}, in the order of sequence numbers for facts in rankings."""
+    """model: {id: [text, tenant, quarantined, expires]}, in the order of sequence numbers for facts in rankings.
+
+    numbers: by id, the sequence number that each fact was added with.
+    """
 
     @initialize()
     def begin(self):
@@ -30,6 +33,7 @@ class Facts(RuleBasedStateMachine):
         self.path = self.home / "store"
         self.stores = [DurableStore.create(self.path, DIM, embedding_model=MODEL), DurableStore.open(self.path)]
         self.model, self.turn, self.clock = {}, 0, 1_000.0
+        self.numbers = {}
 
     def teardown(self):
         for store in getattr(self, "stores", ()):
@@ -141,6 +145,11 @@ class Facts(RuleBasedStateMachine):
             assert [(fact.id, fact.text, fact.attributes.get("tenant")) for fact in facts] == live
             assert set(store.quarantined()) == held
             assert all("_expires_at" not in fact.attributes for fact in facts)
+            ids = list(self.model)
+            numbers = store.facts.numbers_of(ids)
+            assert store.facts.ids_of(numbers) == ids
+            self.numbers = {i: self.numbers.get(i, n) for i, n in zip(ids, numbers.tolist(), strict=True)}
+            assert list(self.numbers.values()) == numbers.tolist()  # upsert, quarantine and release keep them
         assert self.stores[0].version == self.stores[1].version
         first, second = (store.facts.view() for store in self.stores)
         np.testing.assert_array_equal(first.sequence[first.alive], second.sequence[second.alive])

@@ -66,7 +66,7 @@ EDGES = {
 }
 LADDER = [
     {"_C", "constants", "damage", "forks"},
-    {"arrays", "checks", "folder", "reference", "steps", "tokens"},
+    {"arrays", "bit_codes", "checks", "folder", "numbering", "reference", "steps", "tokens"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
     {"store_columns"},
@@ -80,6 +80,7 @@ LADDER = [
     {"lexical", "calibrate", "gate"},
     {"task"},
     {"session_json"},
+    {"session_token"},
     {"retrieve", "session", "assess"},
     {"evidence", "partition"},
     {"rank"},

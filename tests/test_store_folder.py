@@ -296,6 +296,13 @@ class TestSaveAndLoad:
             (lambda p, d, m: change(d / "squared_norms.npy", 3, np.inf), "found inf in row 3"),
             (lambda p, d, m: change(d / "sequence.npy", 3, 2), "sequence.npy: expected ascending"),
             (lambda p, d, m: change(d / "sequence.npy", 0, -1), "found -1 in row 0"),
+            (lambda p, d, m: change(d / "first_sequence.npy", 3, 5), "first_sequence.npy: expected each number once"),
+            (lambda p, d, m: change(d / "first_sequence.npy", 5, 3), "first_sequence.npy: expected each number once"),
+            (lambda p, d, m: change(d / "first_sequence.npy", 0, -1), "found -1 in row 0"),
+            (
+                lambda p, d, m: (p / "manifest.json").write_text(json.dumps({**m, "numbering": []})),
+                r"expected numbering to list \[first number, id\]",
+            ),
             (lambda p, d, m: change(d / "positions.npy", 3, -7), "positions.npy: expected -1 to .*, found -7 in row 3"),
             (lambda p, d, m: change(d / "ids_offsets.npy", 5, 0), "ids_offsets.npy: expected offsets from 0 on"),
             (lambda p, d, m: change(d / "texts_offsets.npy", 0, 1), "expected offsets from 0 on"),
