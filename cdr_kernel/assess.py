@@ -30,7 +30,7 @@ _GROUP = 64  # sub-queries whose cosines are held at once
 
 _LINE_END = re.compile(r"[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")  # of str.splitlines
 _LIST_MARK = re.compile(r"(?:[-*+•>]|#{1,6}|\d{1,3}[.)])\s+")
-_SENTENCE_END = re.compile(r"(?<=[。！？])|(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+")
+_SENTENCE_END = re.compile(r"[.!?…。！？](?:(?<=[。！？])|[\"'”’)\]]?\s+)")
 
 
 def split_sentences(text: str) -> list[str]:
@@ -53,8 +53,11 @@ def sentence_candidates(text: str) -> Iterator[str]:
             line = line.lstrip()
             mark = _LIST_MARK.match(line)
             for piece in _blocks(line if mark is None else line[mark.end() :], _SENTENCE_END):
-                for part in _SENTENCE_END.split(piece):
-                    yield part.strip()
+                start = 0
+                for end in _SENTENCE_END.finditer(piece):
+                    yield piece[start : end.end()].strip()
+                    start = end.end()
+                yield piece[start:].strip()
 
 
 def _blocks(text: str, ends: re.Pattern[str]) -> Iterator[str]:

@@ -22,6 +22,7 @@ pytest.importorskip("httpx2", reason="needs the serve-test extra")
 from starlette.testclient import TestClient
 
 from cdr_kernel.serve import Settings, create_app
+from cdr_kernel.serve.service import SPARE
 
 MODEL = "m1"
 DIM = 8
@@ -125,10 +126,10 @@ def created(client, headers=None, **settings):
 
 
 def hold_pool(client, release, seconds=60.0):
-    """Work of another tenant that holds all threads of the pool until `release` is set: futures of it."""
-    pool, threads = client.app.state.service.pool, client.app.state.service.settings.threads
-    hold = partial(pool.run, "another", "hold", partial(release.wait, seconds))
-    held = [client.portal.start_task_soon(hold) for _ in range(threads)]
+    """Work of other tenants that holds all threads of the pool until `release` is set: futures of it."""
+    pool, threads = client.app.state.service.pool, client.app.state.service.settings.threads + SPARE
+    hold = partial(pool.run, label="hold", work=partial(release.wait, seconds))
+    held = [client.portal.start_task_soon(hold, f"another{i}") for i in range(threads)]
     until = time.monotonic() + seconds
     while len(pool.running()) < threads:
         assert time.monotonic() < until

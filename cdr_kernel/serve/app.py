@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from time import monotonic
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 import cdr_kernel
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.budget import Held
+from cdr_kernel.serve.decoding import decode_steps
 from cdr_kernel.serve.door import DEADLINE, Door
 from cdr_kernel.serve.errors import ErrorBody, ErrorDetail, Refusal, invalid, of_library
 from cdr_kernel.serve.idempotency import HEADER as IDEMPOTENCY_KEY
@@ -27,9 +28,10 @@ from cdr_kernel.serve.openapi import document
 from cdr_kernel.serve.operations import OPERATIONS, Operation
 from cdr_kernel.serve.service import CLOSE_S, FAILED, READY, Call, Service
 from cdr_kernel.serve.settings import Settings
+from cdr_kernel.steps import finish
 
 SMALL = 65_536
-"""Bodies up to here are decoded on the spot, larger ones in the pool."""
+"""Bodies up to here are decoded on the spot, larger ones in the pool and in steps."""
 
 
 class _App(FastAPI):
@@ -120,9 +122,9 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
                 held=held,
             )
             with service.stage("decode"):
-                decode = _decode(call, request, operation, raw)
+                decode = _decode_steps(call, request, operation, raw)
                 if len(raw) <= SMALL:
-                    decode()
+                    finish(decode)
                 else:
                     await call.thread(decode)
             del raw, decode  # the struct has it all
@@ -144,16 +146,13 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
     return endpoint
 
 
-def _decode(call: Call, request: Request, operation: Operation, raw: bytes) -> Callable[[], None]:
-    """What puts the body into a call, and its digest for an Idempotency-Key."""
-
-    def decode() -> None:
-        if call.key is not None:
-            call.digest = digest_of(request.method, request.url.path, raw)
-        if operation.body is not None:
-            call.body = schema.decode(raw, request.headers.get("content-type"), operation.body)
-
-    return decode
+def _decode_steps(call: Call, request: Request, operation: Operation, raw: bytes) -> Generator[None, None, None]:
+    """Puts a large body into a call, and its digest for an Idempotency-Key."""
+    if call.key is not None:
+        call.digest = digest_of(request.method, request.url.path, raw)
+        yield
+    if operation.body is not None:
+        call.body = yield from decode_steps(raw, request.headers.get("content-type"), operation.body)
 
 
 def _allowed(given: str | None, most: float) -> float:

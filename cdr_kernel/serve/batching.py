@@ -2,6 +2,7 @@
 
 Nobody waits for a batch to fill. A second thread ranks while the first one's batch is packed and answered, so that no
 core waits; the C++ core releases the GIL and has threads of its own. Tenants take turns, and a batch is of one tenant.
+Where one tenant's batches take long, a spare thread ranks for the others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cdr_kernel.rank import Ranking, rank_many
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.serve.errors import late, overloaded, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT
-from cdr_kernel.serve.turns import where
+from cdr_kernel.serve.turns import Company, where
 from cdr_kernel.session import Session
 
 
@@ -63,8 +64,9 @@ class Lane:
 class Batcher:
     """The threads that rank.
 
-    most: asks in a batch. threads: how many batches at a time. depth: asks that may wait in a lane; one more is
-    `overloaded`. report: called in the thread with (batch size, seconds each waited, seconds it ran).
+    most: asks in a batch. threads: how many batches of a tenant at a time, see `Company`; spare: further ones, for the
+    other tenants. depth: asks that may wait in a lane; one more is `overloaded`. report: called in the thread with
+    (batch size, seconds each waited, seconds it ran).
     """
 
     def __init__(
@@ -73,16 +75,20 @@ class Batcher:
         most: int,
         depth: int,
         threads: int = 1,
+        spare: int = 0,
         report: Callable[[int, Sequence[float], float], object] | None = None,
     ) -> None:
         self._most = most
         self._depth = depth
+        self._company = Company(threads)
         self._report = report
         self._turn = threading.Condition()
         self._lanes: deque[Lane] = deque()  # those with someone waiting, in the order of their turns
         self._current: dict[threading.Thread, Lane] = {}  # whose batch a thread ranks
         self._closed = False
-        self._threads = [threading.Thread(target=self._run, name="cdr-rank", daemon=True) for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run, name="cdr-rank", daemon=True) for _ in range(threads + spare)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -98,6 +104,7 @@ class Batcher:
             if not lane.waiting:
                 self._lanes.append(lane)
             lane.waiting.append(ask)
+            self._company.note(lane.tenant)
             self._turn.notify()
         try:
             async with asyncio.timeout(ask.deadline - monotonic()):
@@ -132,11 +139,12 @@ class Batcher:
     def _next(self) -> bool:
         """Rank the next batch; False once there is none and none will come."""
         with self._turn:
-            while not self._lanes:
-                if self._closed:
+            while (lane := self._whose_turn()) is None:
+                if self._closed and not self._lanes:
+                    self._turn.notify_all()  # those that wait for their turn end too
                     return False
                 self._turn.wait()
-            lane = self._lanes.popleft()
+            self._lanes.remove(lane)
             batch = self._take(lane)
             if lane.waiting:
                 self._lanes.append(lane)
@@ -145,7 +153,13 @@ class Batcher:
             self._rank(lane, batch)
         with self._turn:
             del self._current[threading.current_thread()]
+            self._turn.notify()  # the lane may have its next turn
         return True
+
+    def _whose_turn(self) -> Lane | None:
+        """The next lane where someone waits and that has not its share of the threads."""
+        share, working = self._company.share, list(self._current.values())
+        return next((lane for lane in self._lanes if working.count(lane) < share), None)
 
     def _take(self, lane: Lane) -> list[Ask]:
         """The first that waits in time, and who can go with it, in their order."""

@@ -39,7 +39,7 @@ class Question(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # facts
 
 
-class NewFact(Question, kw_only=True):
+class NewFact(Question, kw_only=True, gc=False):
     """A fact to add. Without an embedding the server's --embed makes one from the text.
 
     text: may be blank; one of fewer than six tokens has no n-gram, so that the guard never acts on it. attributes:
@@ -138,7 +138,7 @@ class Stats(msgspec.Struct):
 # sessions
 
 
-class NewSubQuery(Question, kw_only=True):
+class NewSubQuery(Question, kw_only=True, gc=False):
     """An item of the task. Without an embedding the server's --embed makes one from the text."""
 
     id: Name
@@ -374,7 +374,7 @@ class Ranked(msgspec.Struct):
     anchor: str
 
 
-class Document(Question, kw_only=True):
+class Document(Question, kw_only=True, gc=False):
     """A document to rank: a text with a vector, or the id of a fact of the store, or a text for --embed."""
 
     text: str | None = None
@@ -469,19 +469,26 @@ def matrix(values: list[bytes | list[float]], dim: int, name: str) -> npt.NDArra
 
 
 def decode(body: bytes, content_type: str | None, kind: type[Any]) -> Any:
-    """A request's body as its struct. Raises `Refusal`: 415, 400 or 422.
-
-    A body without a type is refused: a page in somebody's browser can send one to a server on loopback unasked.
-    """
-    media = (content_type or "none").partition(";")[0].strip().lower()
-    read = msgspec.msgpack.decode if media == MSGPACK else msgspec.json.decode
+    """A request's body as its struct. Raises `Refusal`: 415, 400 or 422."""
+    read = msgspec.msgpack.decode if checked_media(content_type) == MSGPACK else msgspec.json.decode
     try:
-        if media in (MSGPACK, JSON) or media.endswith("+json"):
-            return read(body, type=kind)
+        return read(body, type=kind)
     except msgspec.DecodeError as error:
         raise of_schema(error, kind, lambda: read(body)) from None
     except UnicodeDecodeError as error:
         raise Refusal(400, "malformed", f"the body could not be read: {error.reason}") from None
+
+
+def checked_media(content_type: str | None) -> str:
+    """The format of a body. Raises `Refusal` 415 for another one.
+
+    A body without a type is refused: a page in somebody's browser can send one to a server on loopback unasked.
+    """
+    media = (content_type or "none").partition(";")[0].strip().lower()
+    if media == MSGPACK:
+        return MSGPACK
+    if media == JSON or media.endswith("+json"):
+        return JSON
     raise Refusal(
         415,
         "unsupported_media_type",

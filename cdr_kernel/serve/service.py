@@ -33,6 +33,8 @@ from cdr_kernel.serve.turns import FOREVER, Turns, Work
 T = TypeVar("T")
 
 LOADING, READY, DRAINING, FAILED = "loading", "ok", "draining", "unavailable"
+SPARE = 1
+"""Threads that work, and threads that rank, beside those of one tenant: for the others."""
 CLOSE_S = 2.0
 """How long `Service.close` waits for what its threads have begun."""
 
@@ -173,7 +175,7 @@ class Service:
         self.state = LOADING
         self.problem: Exception | None = None
         self.tenants: dict[str, Tenant] = {}
-        self.pool = Turns("cdr-work", settings.threads, depth=settings.max_queue)
+        self.pool = Turns("cdr-work", settings.threads, spare=SPARE, depth=settings.max_queue)
         self.loading = Turns("cdr-load")
         self.embedding = Embedding()
         self.token_key = settings.token_key or secrets.token_bytes(32)
@@ -244,6 +246,7 @@ class Service:
             most=settings.max_batch,
             depth=settings.max_queue,
             threads=settings.rank_threads,
+            spare=SPARE,
             report=self._batched,
         )
         opened = {name: open_facts(folder, settings.hash_key) for name, folder in self.folders().items()}

@@ -31,17 +31,16 @@ class Settings:
     max_body: bytes of a request. max_answer: bytes of an answer. request_bytes: bodies of one tenant that are held at
     once; answer_bytes: answers of one tenant that their readers have not taken yet. write_s: seconds that a reader has
     for an answer, and a second more for each 128 KiB.
-    max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that
-    go into one `rank_many`, 1 for none. rank_threads: batches at a time. max_k: facts of one ranking. max_documents: of
-    one rerank.
+    max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that go into one `rank_many`, 1 for
+    none. rank_threads: batches of one tenant at a time. max_k: facts of one ranking. max_documents: of one rerank.
     device: where rankings look at the rows: None for the scan on the processor, else a torch device such as "cuda",
     which holds them in device_dtype (see `DeviceRows`; None: the store's). The answers are the same.
     deadline_s: seconds a request may take unless its CDR-Deadline-Ms says less.
     session_ttl_s: seconds since a session was last used. max_sessions, session_bytes: what sessions of one tenant may
     take in this process; the least recently used ones go first. redis_sessions, redis_bytes: the same in Redis, of all
-    replicas together. row_cache_bytes: what rankings keep between windows,
-    of one tenant. threads: that pack, encode and write facts. refresh_s: seconds between looks at durable stores for
-    what other processes have changed.
+    replicas together. row_cache_bytes: what rankings keep between windows, of one tenant. threads: that read, pack and
+    encode for one tenant at a time. refresh_s: seconds between looks at durable stores for what other processes have
+    changed.
     drain_s: seconds between SIGTERM (not ready) and closing the port. stop_s: seconds that accepted requests then get.
     otel: whether to trace with OpenTelemetry (extra `otel`). access_log: a line of JSON per request.
 

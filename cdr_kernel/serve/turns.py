@@ -2,8 +2,12 @@
 
 Work is a function, or a generator that yields wherever it may pause (see `cdr_kernel.steps`). A turn is a few
 milliseconds of one job; then the next tenant's oldest job has one, and the job waits at the end of its tenant's queue.
-So a tenant with a hundred long jobs delays another one's short job by a turn, not by a hundred jobs. A job is dropped
-at its next turn once nobody waits for it: after its deadline, or where its request was cancelled.
+So a tenant with a hundred long jobs delays another one's short job by a turn, not by a hundred jobs. Where there are
+several threads, one of them alone does what has proved to be long, whoever's it is: more of them would only contend for
+the interpreter with the event loop. And where a step takes long, in the C++ core perhaps, there is a spare thread of
+which this tenant gets no turn.
+
+A job is dropped at its next turn once nobody waits for it: after its deadline, or where its request was cancelled.
 """
 
 from __future__ import annotations
@@ -26,14 +30,39 @@ Work: TypeAlias = Callable[[], T] | Generator[Any, None, T]
 
 TURN_S = 0.005
 """How long a turn lasts; a step that takes longer is not cut."""
+COMPANY_S = 1.0
+"""How long a tenant counts as another one's company after it asked for something."""
+LONG = 10
+"""Turns after which a job is long."""
 FOREVER = float("inf")
 THREADS = "cdr-"
 """What the names of all threads of a server begin with."""
 
 
+class Company:
+    """Who asked for something lately. A tenant that is alone may use all its threads; in company each has one, since
+    every further thread makes all others wait for the interpreter."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._last: dict[str, float] = {}  # when a tenant asked last
+
+    def note(self, tenant: str) -> None:
+        """A tenant asks for something."""
+        self._last[tenant] = monotonic()
+
+    @property
+    def share(self) -> int:
+        """How many threads may work for one tenant."""
+        if len(self._last) > 1:
+            before = monotonic() - COMPANY_S
+            self._last = {tenant: last for tenant, last in self._last.items() if last > before}
+        return 1 if len(self._last) > 1 else self._threads
+
+
 @dataclass(eq=False)
 class _Job:
-    """Work of a tenant, and who waits for it. label: what the log calls it."""
+    """Work of a tenant, and who waits for it. label: what the log calls it. turns: how many it has had."""
 
     tenant: str
     label: str
@@ -41,6 +70,7 @@ class _Job:
     deadline: float
     future: asyncio.Future[Any]
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # the span of the request
+    turns: int = 0
 
     @property
     def wanted(self) -> bool:
@@ -48,18 +78,26 @@ class _Job:
 
 
 class Turns:
-    """See the module. name: of the threads. threads: how many; they begin with the first work, as daemons: a process
-    that ends does not wait for them. depth: jobs of one tenant that may wait or run, None for no limit; one more is
-    `overloaded`. turn_s: how long a turn lasts.
+    """See the module.
+
+    name: of the threads. threads: how many may work for one tenant at a time, see `Company`. spare: further ones, for
+    the other tenants. depth: jobs of one tenant that may wait or run, None for no limit; one more is `overloaded`.
+    turn_s: how long a turn lasts.
+
+    Threads begin with the first work, as daemons: a process that ends does not wait for them.
     """
 
-    def __init__(self, name: str, threads: int = 1, *, depth: int | None = None, turn_s: float = TURN_S) -> None:
+    def __init__(
+        self, name: str, threads: int = 1, *, spare: int = 0, depth: int | None = None, turn_s: float = TURN_S
+    ) -> None:
         self._name = name
-        self._most = threads
+        self._company = Company(threads)
+        self._most = threads + spare
         self._depth = depth
         self._turn_s = turn_s
         self._turn = threading.Condition()
         self._queues: dict[str, deque[_Job]] = {}  # of tenants with a job that waits, in the order of their turns
+        self._long: dict[str, deque[_Job]] = {}  # the same of jobs that are long
         self._jobs: dict[str, int] = {}  # how many jobs of a tenant wait or run
         self._current: dict[threading.Thread, _Job | None] = {}
         self._closed = False
@@ -78,6 +116,7 @@ class Turns:
             if self._depth is not None and self._jobs.get(tenant, 0) >= self._depth:
                 raise overloaded()
             self._jobs[tenant] = self._jobs.get(tenant, 0) + 1
+            self._company.note(tenant)
             self._enqueue(job)
         limit = asyncio.timeout(None if deadline == FOREVER else deadline - monotonic())
         try:
@@ -92,7 +131,7 @@ class Turns:
     def waiting(self, tenant: str) -> int:
         """How many jobs of a tenant wait for a turn."""
         with self._turn:
-            return len(self._queues.get(tenant, ()))
+            return len(self._queues.get(tenant, ())) + len(self._long.get(tenant, ()))
 
     def running(self) -> list[dict[str, Any]]:
         """What runs now: the thread, the tenant, the job and where it is in the code."""
@@ -115,16 +154,21 @@ class Turns:
         with self._turn:
             self._closed = True
             self._queues.clear()
+            self._long.clear()
             self._turn.notify_all()
         for thread in list(self._current):
             thread.join(max(0.0, until - monotonic()))
         return not any(thread.is_alive() for thread in self._current)
 
+    def _is_long(self, job: _Job) -> bool:
+        return self._most > 1 and job.turns >= LONG
+
     def _enqueue(self, job: _Job) -> None:
-        self._queues.setdefault(job.tenant, deque()).append(job)
+        queues = self._long if self._is_long(job) else self._queues
+        queues.setdefault(job.tenant, deque()).append(job)
         if len(self._current) < self._most:
-            idle = sum(job is None for job in self._current.values())
-            if idle < sum(map(len, self._queues.values())):
+            idle = sum(each is None for each in self._current.values())
+            if idle < sum(map(len, (*self._queues.values(), *self._long.values()))):
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._current[thread] = None
                 thread.start()
@@ -145,21 +189,31 @@ class Turns:
 
     def _next(self) -> _Job | None:
         with self._turn:
-            while not self._queues:
+            while (job := self._whose_turn()) is None:
                 if self._closed:
                     return None
                 self._turn.wait()
-            tenant = next(iter(self._queues))
-            queue = self._queues.pop(tenant)
-            job = queue.popleft()
-            if queue:
-                self._queues[tenant] = queue  # at the end: the other tenants come first
             self._current[threading.current_thread()] = job
             return job
+
+    def _whose_turn(self) -> _Job | None:
+        """The oldest job of the next tenant that waits and has not its share of the threads."""
+        share, working = self._company.share, [job for job in self._current.values() if job is not None]
+        long_waits = self._long and not any(map(self._is_long, working))
+        for queues in (self._long, self._queues) if long_waits else (self._queues,):
+            for tenant, queue in queues.items():
+                if sum(job.tenant == tenant for job in working) < share:
+                    job = queue.popleft()
+                    del queues[tenant]
+                    if queue:
+                        queues[tenant] = queue  # at the end: the other tenants come first
+                    return job
+        return None
 
     def _work(self, job: _Job) -> bool:
         """One turn of a job; whether it has ended."""
         until = monotonic() + self._turn_s
+        job.turns += 1
         try:
             while job.wanted:
                 job.context.run(next, job.steps)
