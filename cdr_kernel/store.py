@@ -566,6 +566,7 @@ class FactStore:
         *,
         view: StoreView | None = None,
         about: Callable[[Path], Mapping[str, Any]] | None = None,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write the facts to a folder that ``load`` opens, replacing a store that is there.
 
@@ -573,7 +574,9 @@ class FactStore:
         renamed into place: whoever opens the folder finds the old store or the new one, never half of one.
         Removed facts are left out; sequence numbers are kept. view: a version of this store, the newest for None.
         about: called with the subfolder when the data is in it; what it returns goes into the manifest, and is
-        `about` of the store that is loaded. Saves into one folder take turns, across processes too, and the last one
+        `about` of the store that is loaded. beside: files of the folder by their names, such as tasks about the facts;
+        they change with the store as one. Those of the store before go, but where this store was loaded from the folder
+        and `beside` is None. Saves into one folder take turns, across processes too, and the last one
         stays (on Windows, and on network mounts that know no flock, callers see to the turns).
         Raises FileExistsError where path is something other than a store or an empty folder.
         """
@@ -581,7 +584,9 @@ class FactStore:
         with self._lock:
             saved, next_sequence = view or self._view, self._next_sequence
         check_store_folder(folder)
-        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, about))
+        own = self.path is not None and folder.exists() and folder.samefile(self.path)
+        files = beside if beside is not None or own else {}
+        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, about), files)
 
     @classmethod
     def load(

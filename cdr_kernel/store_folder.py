@@ -14,7 +14,7 @@ import numpy as np
 
 from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
-from cdr_kernel.folder import LOCK, Kind, read_array, synced
+from cdr_kernel.folder import BESIDE, LOCK, Kind, read_array, synced
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
 from cdr_kernel.store_view import StoreView
 from cdr_kernel.token_hashes import TOKEN_BYTES, TokenRows, take_tokens
@@ -44,7 +44,8 @@ KIND = Kind(
     },
 )
 _UNFINISHED = re.compile(  # names that saves give, of stores and of the scan indexes beside them
-    rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}"
+    rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}|"
+    rf"data-[0-9a-f]{{16}}{re.escape(BESIDE)}"
 )
 _FLOAT64 = np.finfo(np.float64)
 
