@@ -230,8 +230,14 @@ class FactStore:
                 )
 
     def view(self) -> StoreView:
-        """The store as it is now; later changes do not show in it."""
-        return self._view
+        """The store as it is now; later changes do not show in it.
+
+        Raises DamagedFileError where a file that the store is mapped from was cut short: to read it would end the
+        process.
+        """
+        view = self._view
+        view._storage.mapped_files.check()
+        return view
 
     @property
     def version(self) -> int:
@@ -272,7 +278,7 @@ class FactStore:
     @property
     def ids(self) -> list[str]:
         """Ids in order of their sequence."""
-        return self._view.ids
+        return self.view().ids
 
     def get(self, ids: Iterable[str]) -> list[Fact]:
         """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
@@ -282,7 +288,7 @@ class FactStore:
             missing = [i for i in wanted if i not in rows]
             if missing:
                 raise KeyError(f"ids: {few(missing)} not in the store")
-            return self._view.facts([rows[i] for i in wanted])
+            return self.view().facts([rows[i] for i in wanted])
 
     def rows_of(self, ids: Iterable[str]) -> Int64:
         """The rows of these ids in the newest view. KeyError for one that is not there."""
@@ -297,7 +303,7 @@ class FactStore:
 
     def _rows(self) -> dict[str, int]:
         if self._row_of is None:
-            self._row_of = indexed(self._view)
+            self._row_of = indexed(self.view())
         return self._row_of
 
     def add(
@@ -508,7 +514,7 @@ class FactStore:
     def compact(self) -> int:
         """Give back the memory of removed facts; returns their number. Order and sequence numbers stay."""
         with self._lock:
-            view = self._view
+            view = self.view()
             keep = np.flatnonzero(view.alive)
             removed = view.rows - len(keep)
             if not removed:
@@ -582,7 +588,7 @@ class FactStore:
         """
         folder = Path(path)
         with self._lock:
-            saved, next_sequence = view or self._view, self._next_sequence
+            saved, next_sequence = view or self.view(), self._next_sequence
         check_store_folder(folder)
         own = self.path is not None and folder.exists() and folder.samefile(self.path)
         files = beside if beside is not None or own else {}

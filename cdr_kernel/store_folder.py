@@ -15,6 +15,7 @@ import numpy as np
 from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
 from cdr_kernel.folder import BESIDE, LOCK, Kind, read_array, synced
+from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
 from cdr_kernel.store_view import StoreView
 from cdr_kernel.token_hashes import TOKEN_BYTES, TokenRows, take_tokens
@@ -24,6 +25,10 @@ FORMAT_VERSION = 2
 _ARRAYS = ("embeddings", "squared_norms", "importance", "sequence", "positions", "tokens", "token_offsets")
 _TEXTS = ("ids", "texts", "sources")
 _FILES = {*(f"{name}.npy" for name in _ARRAYS), *(f"{n}{end}" for n in _TEXTS for end in (".utf8", "_offsets.npy"))}
+_MAPPED = (
+    *(f"{name}.npy" for name in ("embeddings", "tokens", "token_offsets")),
+    *(f"{name}{end}" for name in _TEXTS for end in (".utf8", "_offsets.npy")),
+)
 KIND = Kind(
     "store",
     file="manifest.json",
@@ -148,6 +153,7 @@ def read(folder: Path, manifest: Mapping[str, Any], dtype: np.dtype[Any], *, mma
         tokens=Tokens(mapped=(ends, tokens) if n else None),
         sources=strings("sources"),
         attributes={name: Attribute.load(kind, data / stem, n) for name, (kind, stem, *_) in further.items()},
+        mapped_files=MappedFiles([data / name for name in _MAPPED] if mmap else []),
     )
 
 

@@ -66,7 +66,7 @@ EDGES = {
 }
 LADDER = [
     {"constants", "_C", "damage"},
-    {"reference", "arrays", "checks", "folder", "tokens"},
+    {"reference", "arrays", "checks", "folder", "mapped", "tokens"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
     {"store_columns"},
