@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +19,7 @@ from cdr_kernel.checks import counted
 from cdr_kernel.cli_command import fail
 from cdr_kernel.cli_inputs import check_source, embedder, make_source
 from cdr_kernel.cli_options import AsJson, EmbedOption
-from cdr_kernel.files import facts_on_disk, json_lines, json_text, write_draft
-from cdr_kernel.folder import leave, sync_folder, turn
+from cdr_kernel.files import facts_on_disk, json_lines, json_text
 from cdr_kernel.index import FactFile
 from cdr_kernel.terminal import Progress, print_json, say, show
 
@@ -169,7 +167,7 @@ def ingest(
         "queries.npz": archive.getvalue(),
     }
     with _writing(output, *beside):
-        _save_with(store, output, beside)
+        store.save(output, beside=beside)
     numbers = {"documents": len(found), "facts": len(facts), "tasks": len(tasks["tasks"])}
     if as_json:
         print_json({"store": str(output), **numbers, "dim": store.dim, "model": embed})
@@ -199,49 +197,6 @@ def _make_durable(facts: cdr_kernel.FactStore, output: Path, codes: bool) -> Non
         made = DurableStore.from_facts(facts, output, advance=advance)
     with made:
         made.snapshot(codes=codes)
-
-
-def _save_with(store: cdr_kernel.FactStore, output: Path, beside: Mapping[str, bytes]) -> None:
-    """Save a store, and files beside it by their names. They are on the disk before the store is put in place, and are
-    only renamed afterwards: where something cannot be written all is as it was.
-
-    Those of the store before go out of the way before it does, the last one first. Whoever looks when this process has
-    died in between may miss some of the last files, but finds none beside a store that it is not of.
-    """
-    drafts: dict[Path, Path] = {}
-    before: dict[Path, Path] = {}
-
-    def write(_: Path) -> dict[str, Any]:
-        for name, content in beside.items():
-            drafts[output / name] = write_draft(output / name, content)
-        for path in reversed(drafts):
-            if path.exists():
-                aside = path.with_name(f"{drafts[path].name}-before")
-                os.replace(path, aside)
-                before[path] = aside
-        sync_folder(output)
-        return {}
-
-    made, manifest = not output.exists(), output / "manifest.json"
-    there = manifest.read_bytes() if manifest.exists() else None
-    try:
-        store.save(output, about=write)
-        for path, draft in drafts.items():
-            os.replace(draft, path)
-        sync_folder(output)
-    except BaseException:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
-        if (manifest.read_bytes() if manifest.exists() else None) == there:
-            for path, aside in before.items():
-                os.replace(aside, path)
-        if output.exists():
-            with turn(output):
-                leave(output, made)
-        raise
-    finally:
-        for aside in before.values():
-            aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import typer
 
 import cdr_kernel
 from cdr_kernel.files import FileError, Task, names_array, read_one_or_more, read_task_vectors, read_vector
+from cdr_kernel.store_folder import KIND
 
 _MISTYPED = re.compile(r"\S+\.np[a-z]?:?\S*")  # a query that is meant to be a file
 
@@ -29,6 +30,13 @@ def opened_store(path: Path) -> cdr_kernel.FactStore:
     except Exception as error:  # a damaged store: the parsers of JSON and of NumPy's headers raise many more kinds
         what = f"{type(error).__name__}: {error}"
         raise FileError(f"{path}: expected a store, found one that cannot be read ({what})") from error
+
+
+def check_one_save(store: cdr_kernel.FactStore, *files: Path) -> None:
+    """Raises ValueError where files of the store's folder may belong to another save than the store that was opened."""
+    folder = store.path
+    if folder is not None and any(file.parent.resolve() == folder.resolve() for file in files):
+        KIND.check_same(folder, store.about["data"])
 
 
 def where_filter(
@@ -105,14 +113,18 @@ def own_embedder(store: cdr_kernel.FactStore, otherwise: str) -> Callable[[list[
 def query_vector(query: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
     """The query [D]: an array in a file, or a text and a model."""
     if _is_array(query, "--query", embed):
-        return read_vector(query, store.dim)
+        vector = read_vector(query, store.dim)
+        check_one_save(store, Path(query))
+        return vector
     return _embedded(query, "--query", store, embed)
 
 
 def query_vectors(queries: str, store: cdr_kernel.FactStore, embed: str | None) -> Any:
     """The queries [Q, D]: an array in a file, where [D] is one query, or a text, which is one too, and a model."""
     if _is_array(queries, "--queries", embed):
-        return read_one_or_more(queries, store.dim)
+        vectors = read_one_or_more(queries, store.dim)
+        check_one_save(store, Path(queries))
+        return vectors
     return _embedded(queries, "--queries", store, embed)[None]
 
 

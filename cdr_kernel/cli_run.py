@@ -14,7 +14,14 @@ import typer
 import cdr_kernel
 from cdr_kernel.attributes import Where
 from cdr_kernel.checks import counted
-from cdr_kernel.cli_inputs import check_model, embedder, opened_store, task_vectors, where_filter
+from cdr_kernel.cli_inputs import (
+    check_model,
+    check_one_save,
+    embedder,
+    opened_store,
+    task_vectors,
+    where_filter,
+)
 from cdr_kernel.cli_options import (
     AsJson,
     EmbedOption,
@@ -226,6 +233,7 @@ def run(
     # To copy facts needs no model: their vectors are in the store.
     encode = embedder(embed) if embed is not None and (vectors is None or writer != "extract") else None
     query, subs = task_vectors(vectors, chosen, opened, encode)
+    check_one_save(opened, task, *([] if vectors is None else [vectors]))
     guarded = not calibrated if guard is None else guard
     cosine = CDR_MIN_RELEVANCE if min_relevance is None else min_relevance
     parts = {"gate": gate_at, "gate_on": gate_on and gate_on.value, "source_weight": source}

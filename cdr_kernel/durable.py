@@ -26,6 +26,7 @@ from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Value
 from cdr_kernel.checks import check_order, check_strings
 from cdr_kernel.copies import Advance
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.folder import turn
 from cdr_kernel.forks import Lock
@@ -399,6 +400,7 @@ class DurableStore:
         with self._lock:
             self._check_open()
             before = self.facts.version
+            self._mend()
             record = self._replica.record.newest()
             changed = record is not self._replica.record
             self._replica.with_newest(record, self._replica.catch_up)
@@ -462,7 +464,16 @@ class DurableStore:
     def _change(self, make: Callable[[], T]) -> T:
         with self._lock:
             self._check_open()
+            self._mend()
             return self._replica.change(make)
+
+    def _mend(self) -> None:
+        """Read the facts from the record again where a file of the snapshot that they are mapped from was cut short."""
+        try:
+            self.facts.view()
+        except DamagedFileError as error:
+            self._damage = str(error)
+            self._put_right(self._damage)
 
     def _fill(self, new: bool) -> None:
         """The facts of the newest version, from the snapshot if it can be used, which a new store does not have."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from cdr_kernel import lance_record
-from cdr_kernel.folder import LOCK, sync_folder, turn
+from cdr_kernel.folder import LOCK, draft_folder, sync_folder, turn
 from cdr_kernel.lance_record import Record
 from cdr_kernel.terminal import say
 
@@ -46,16 +45,12 @@ def building(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder beside the one that is wanted, which takes its name when the block ends well and else goes."""
     folder = Path(path)
     check_new_folder(folder)
-    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
-    try:
+    with draft_folder(folder) as draft:
         yield draft
         check_new_folder(folder)
         shutil.rmtree(folder, ignore_errors=True)  # what a `create` that was killed has left
         draft.rename(folder)
         sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def newest_record(folder: Path) -> Record:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.attributes import KINDS, checked_attributes
-from cdr_kernel.folder import sync_folder
+from cdr_kernel.folder import draft_folder, sync_folder
 from cdr_kernel.lance_record import COLUMNS
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store import DTYPES
@@ -93,18 +92,16 @@ def write(path: Path, table: Any, about: Mapping[str, str], attributes: Mapping[
         "next_sequence": str(next_sequence),
         "attributes": json.dumps({name: its.__name__ for name, its in sorted(attributes.items())}),
     }
-    draft = path.with_name(f".cdr-{secrets.token_hex(8)}")
-    try:
+    with draft_folder(path) as home:  # the library puts a file of its own in the place of one that is there
+        made = home / "facts"
         try:
-            safetensors.numpy.save_file(tensors, str(draft), metadata=metadata)
+            safetensors.numpy.save_file(tensors, str(made), metadata=metadata)
         except safetensors.SafetensorError as error:
             raise OSError(f"{path}: could not be written ({error})") from None
-        with open(draft, "rb+") as file:
+        with open(made, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(draft, path)
+        os.replace(made, path)
         sync_folder(path.parent)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 class Exchanged:

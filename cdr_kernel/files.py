@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import stat
 import sys
@@ -27,6 +26,8 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64, as_vectors
 from cdr_kernel.constants import MAX_WINDOWS, MAX_WINDOWS_LIMIT
+from cdr_kernel.folder import draft
+from cdr_kernel.store_folder import KIND
 from cdr_kernel.task import SubQuery
 
 BATCH_ROWS = 4096
@@ -122,15 +123,17 @@ def facts_on_disk(path: Path) -> Iterator[tuple[Path, str]]:
     name = "standard input" if standard else str(path)
     if standard and sys.stdin is None:
         raise FileError(f"{name}: expected facts, found it closed")
-    with tempfile.NamedTemporaryFile(prefix="cdr-facts-") as copy:
+    with draft(Path(tempfile.gettempdir()) / "facts", 0o600) as copy:
         try:
-            with contextlib.nullcontext(sys.stdin.buffer) if standard else open(path, "rb") as source:
-                shutil.copyfileobj(source, copy)
-            copy.flush()
+            with (
+                contextlib.nullcontext(sys.stdin.buffer) if standard else open(path, "rb") as source,
+                open(copy, "wb") as target,
+            ):
+                shutil.copyfileobj(source, target)
         except OSError as error:
             reason = error.strerror or str(error)
             raise OSError(error.errno, f"{reason} (on the way to a file in {tempfile.gettempdir()})", name) from None
-        yield Path(copy.name), name
+        yield copy, name
 
 
 def read_facts(path: Path, *, start: int = 0, stop: int | None = None, name: str = "") -> Iterator[FactBatch]:
@@ -141,7 +144,7 @@ def read_facts(path: Path, *, start: int = 0, stop: int | None = None, name: str
     (an object of strings, numbers, true, false and null). Other fields are ignored. name: what messages call the
     file, else path. Raises FileError naming line (or row) and field; OSError where the file cannot be opened.
     """
-    name = name or str(path)
+    name, path = name or str(path), KIND.beside(path)
     records = _parquet_records(path, start, name) if _is_parquet(path, name) else _jsonl_records(path, start, name)
     batch = FactBatch(start)
     for place, record in islice(records, None if stop is None else max(stop - start, 0)):
@@ -288,8 +291,9 @@ def read_array(spec: str, ndim: int | None) -> npt.NDArray[Any]:
     path = inside[1] if inside else spec
     array: npt.NDArray[Any]
     try:
-        check_regular(Path(path), "vectors")
-        with open(path, "rb") as file:
+        there = KIND.beside(Path(path))
+        check_regular(there, "vectors", path)
+        with open(there, "rb") as file:
             if file.read(2) == b"PK":
                 file.seek(0)
                 with np.load(file, allow_pickle=False) as stored:
@@ -297,7 +301,7 @@ def read_array(spec: str, ndim: int | None) -> npt.NDArray[Any]:
             elif inside:
                 raise FileError(f"{path}: expected an .npz file, got something else: leave out :{inside[2]}")
             else:
-                array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+                array = np.asarray(np.load(there, mmap_mode="r", allow_pickle=False))
     except FileError:
         raise
     except OSError as error:
@@ -395,8 +399,9 @@ def read_tasks(path: Path) -> list[Task]:
     has `id` (string or integer), `label` and `text`, optionally `expected_words`, `marginal` and `fact_ids`.
     Raises FileError naming what is wrong where; OSError where the file cannot be opened.
     """
-    check_regular(path, "tasks")
-    raw = path.read_bytes()
+    there = KIND.beside(path)
+    check_regular(there, "tasks", str(path))
+    raw = there.read_bytes()
     try:
         document = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -487,7 +492,7 @@ def _text(record: Mapping[str, Any], name: str, where: str) -> str:
 
 def read_task_vectors(path: Path, task: Task, dim: int) -> tuple[Float64, Float64]:
     """The vectors of a task: arrays "INDEX:query" [dim] and "INDEX:subs" [S, dim] of an .npz file, as float64."""
-    check_regular(path, "vectors")
+    check_regular(KIND.beside(path), "vectors", str(path))
     if path.suffix != ".npz":
         raise FileError(f'{path}: expected an .npz file with "{task.index}:query" and "{task.index}:subs"')
     query = read_vector(f"{path}:{task.index}:query", dim)
@@ -589,42 +594,16 @@ def _write_through(path: Path, text: str) -> None:
 
 
 def _replace(target: Path, text: str) -> None:
-    draft = _draft(target, text.encode("ascii"))
-    try:
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def write_draft(path: Path, content: bytes) -> Path:
-    """Write and sync a file to be renamed to a path: in the same folder, with the mode of the file that is there.
-
-    Raises OSError that names `path` where it cannot be written to; no draft is left then.
-    """
-    check_output(path)
-    try:
-        return _draft(path, content)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
-
-
-def _draft(target: Path, content: bytes) -> Path:
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-    draft = target.with_name(f".cdr-{secrets.token_hex(8)}")
-    try:
-        # Never open to more readers than the file it replaces.
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode & 0o600)
-        with open(handle, "wb") as file:
-            file.write(content)
+    # Never open to more readers than the file it replaces.
+    with draft(target, 0o666 if mode is None else 0o600) as path:
+        with open(path, "wb") as file:
+            file.write(text.encode("ascii"))
             file.flush()
             if mode is not None:
-                os.chmod(draft, mode)
+                os.chmod(path, mode)
             os.fsync(file.fileno())
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    return draft
+        os.replace(path, target)
 
 
 def first_place(path: Path, id: str) -> str:

@@ -2,6 +2,12 @@
 
 The data goes to a subfolder of a new name and is synced to the disk; only then is the manifest renamed into place. Who
 opens the folder finds the old thing or the new one, never half of one. What was there before is swept up last.
+
+Files that lie beside the data under names of their own change with it. Until they are put in place, and while they are
+taken away, they lie in the subfolder DATA.beside. A file of another save never lies beside the manifest.
+
+What a killed process leaves is a subfolder that no manifest names, or a draft that no process has locked. The next save
+into the folder takes it away.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +38,11 @@ T = TypeVar("T")
 LOCK = "save.lock"
 """Held while something is saved into the folder; it stays there."""
 
+BESIDE = ".beside"
+"""The end of the name of a subfolder with files that are not in place yet, or not any more."""
+
+_FILE_NAME = re.compile(r"(?!\.\.?$)[^/\\\0]+")
+_DRAFT = re.compile(r"\.cdr-[0-9a-f]{16}")
 _ATTEMPTS = 100
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -55,37 +66,59 @@ class Kind:
     oldest: int | None = None
     sealed: int | None = None
 
-    def save(self, folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+    def save(
+        self, folder: Path, write: Callable[[Path], dict[str, Any]], beside: Mapping[str, bytes] | None = None
+    ) -> None:
         """Replace what is in the folder by what `write` puts into the empty subfolder it is given.
 
-        write: returns the fields of the manifest.
+        write: returns the fields of the manifest. beside: files of the folder, by their names, that change with the
+        data as one; those of the save before go. None: those of the save before stay.
 
         Saves into one folder take turns, those of other threads and processes too, wherever `fcntl.flock` works;
         elsewhere (Windows, some network mounts) callers see to that. After an error the folder is as it was, and gone
         if it was made here and nobody else put something into it.
         """
         made = not folder.exists()
-        with turn(folder):
+        with turn(folder) as alone:
+            if alone:
+                self._settle(folder)
+            before = self._found(folder)
             data = folder / f"{self.data}{secrets.token_hex(8)}"
+            aside = _aside(data)
             draft = folder / f"{self.file}.{data.name}"
+            names = _names_beside(before) if beside is None else sorted(beside)
+            replaced = set() if beside is None else {*_names_beside(before), *names}
             try:
                 data.mkdir()
                 fields = write(data)
                 manifest = {**fields, "format": self.format, "format_version": self.version, "data": data.name}
+                if names:
+                    manifest["beside"] = names
+                if beside:
+                    _write_beside(folder, aside, beside)
                 if self.sealed is not None:
                     manifest["checksum"] = _checksum(manifest)
                 sync_folder(data)
                 with synced(draft) as file:
                     file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
+                if before:
+                    _take_away(folder, _aside(folder / before["data"]), replaced)
                 os.replace(draft, folder / self.file)
             except BaseException:
                 if not self._names(folder, data):  # an interrupt may come when the manifest is in place already
-                    shutil.rmtree(data, ignore_errors=True)
+                    if before:
+                        _put_in_place(folder, _aside(folder / before["data"]), replaced)
+                    for path in (data, aside):
+                        shutil.rmtree(path, ignore_errors=True)
                     with contextlib.suppress(OSError):
                         draft.unlink(missing_ok=True)
                     leave(folder, made)
                 raise
             sync_folder(folder)
+            if beside:
+                for name in sorted(beside):
+                    os.replace(aside / name, folder / name)
+                sync_folder(folder)
             self._sweep(folder, data)
 
     def load(self, folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
@@ -130,10 +163,21 @@ class Kind:
             counts = isinstance(value, int) and 0 <= value < 2**63
             if type(value) is not kind or (kind is int and not counts):
                 raise ValueError(f"{path}: expected {name} to be {kind.__name__}, found {value!r}")
+        beside = found.get("beside", [])
+        if not isinstance(beside, list) or not all(isinstance(n, str) and _FILE_NAME.fullmatch(n) for n in beside):
+            raise ValueError(f"{path}: expected beside to name files, found {beside!r}")
         data = found.get("data")
         if not isinstance(data, str) or not re.fullmatch(rf"{re.escape(self.data)}[0-9a-f]{{16}}", data):
             raise ValueError(f"{path}: expected data to name a subfolder, found {data!r}")
         return found
+
+    def check_same(self, folder: Path, data: str) -> None:
+        """Raises ValueError where the folder holds another save by now than the one with this data.
+
+        For whoever reads several files of one save: what was read since the manifest was is of this save then.
+        """
+        if self.manifest(folder)["data"] != data:
+            raise ValueError(f"{folder}: the {self.what} was replaced while it was read: read it again")
 
     def _names(self, folder: Path, data: Path) -> bool:
         try:
@@ -141,15 +185,103 @@ class Kind:
         except (OSError, ValueError, TypeError, KeyError):
             return False
 
-    def _sweep(self, folder: Path, data: Path) -> None:
+    def _found(self, folder: Path) -> dict[str, Any] | None:
+        """The manifest that is there, None where there is none that can be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.manifest(folder)
+        return None
+
+    def _settle(self, folder: Path) -> None:
+        """End what a save that was killed had begun: put files beside the data in place, sweep up what nothing names.
+
+        For whoever has the turn alone. Where the manifest cannot be read nothing is done: all may still be needed.
+        """
+        found = self._found(folder)
+        if found is not None:
+            data = folder / found["data"]
+            _put_in_place(folder, _aside(data), _names_beside(found))
+            self._sweep(folder, data)
+        elif not (folder / self.file).exists():
+            self._sweep(folder, None)
+
+    def _sweep(self, folder: Path, data: Path | None) -> None:
         """Remove what earlier saves left, and those that were killed."""
-        left = re.compile(rf"({re.escape(self.file)}\.)?{re.escape(self.data)}[0-9a-f]{{16}}")
+        left = re.compile(
+            rf"({re.escape(self.file)}\.)?{re.escape(self.data)}[0-9a-f]{{16}}|"
+            rf"{re.escape(self.data)}[0-9a-f]{{16}}{re.escape(BESIDE)}"
+        )
         for path in folder.iterdir():
             if path != data and left.fullmatch(path.name):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+
+    def beside(self, path: Path) -> Path:
+        """Where a file is that a save puts beside its data: at this path, or not put there yet.
+
+        Raises FileNotFoundError where the save that the folder has was made with such a file, and it is gone.
+        """
+        for _ in range(_ATTEMPTS):
+            if path.exists():
+                return path
+            found = self._found(path.parent)
+            if found is None or path.name not in _names_beside(found):
+                return path
+            waiting = _aside(path.parent / found["data"]) / path.name
+            if waiting.exists():
+                return waiting
+            if path.exists():
+                return path
+            if found == self._found(path.parent):
+                break
+        what = f"not there, although the {self.what} was made with it: make the {self.what} again"
+        raise FileNotFoundError(errno.ENOENT, what, str(path))
+
+
+def _aside(data: Path) -> Path:
+    """Where the files beside this data are while they are not in place."""
+    return data.with_name(f"{data.name}{BESIDE}")
+
+
+def _names_beside(manifest: Mapping[str, Any] | None) -> list[str]:
+    return [] if manifest is None else list(manifest.get("beside", []))
+
+
+def _write_beside(folder: Path, aside: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files to be put in place, in the order of their names. OSErrors name the place where each belongs."""
+    aside.mkdir()
+    for name, content in sorted(files.items()):
+        place = folder / name
+        if place.is_dir():
+            raise FileExistsError(f"{place}: expected a file to write to, found a folder")
+        try:
+            with synced(aside / name) as file:
+                file.write(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), str(place)) from None
+    sync_folder(aside)
+
+
+def _take_away(folder: Path, aside: Path, names: Iterable[str]) -> None:
+    """Move the files of a save that is being replaced out of their places."""
+    there = [name for name in sorted(names, reverse=True) if (folder / name).is_file()]
+    if there:
+        aside.mkdir(exist_ok=True)
+        for name in there:
+            os.replace(folder / name, aside / name)
+        sync_folder(aside)
+        sync_folder(folder)
+
+
+def _put_in_place(folder: Path, aside: Path, names: Iterable[str]) -> None:
+    """Move files that wait there to their places, but over nothing that somebody else has put there."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            if not (folder / name).exists():
+                os.replace(aside / name, folder / name)
+    with contextlib.suppress(OSError):
+        aside.rmdir()
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:
@@ -246,6 +378,94 @@ def _wait(handle: int) -> bool:
             raise
         return False
     return True
+
+
+@contextlib.contextmanager
+def draft(target: Path, mode: int = 0o666) -> Iterator[Path]:
+    """An empty file beside the target, to be written and renamed over it; it goes with the block where it is not.
+
+    Drafts of processes that were killed are taken out of that folder first.
+    """
+    sweep(target.parent, _DRAFT)
+
+    def make() -> tuple[Path, int | None]:
+        path = target.with_name(f".cdr-{secrets.token_hex(8)}")
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        if fcntl is None:  # Windows renames no file that is open
+            os.close(handle)
+            return path, None
+        return path, handle
+
+    path, handle = _owned(make)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+        _let_go(handle)
+
+
+@contextlib.contextmanager
+def draft_folder(target: Path) -> Iterator[Path]:
+    """An empty folder beside the target, to be filled and renamed to it; it goes with the block where it is not.
+
+    Drafts for the same target of processes that were killed are taken away first.
+    """
+    sweep(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
+
+    def make() -> tuple[Path, int | None]:
+        path = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        path.mkdir(parents=True)
+        return path, None if fcntl is None else os.open(path, os.O_RDONLY)
+
+    path, handle = _owned(make)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        _let_go(handle)
+
+
+def _owned(make: Callable[[], tuple[Path, int | None]]) -> tuple[Path, int | None]:
+    """A draft that is locked, so that nobody sweeps it up."""
+    for _ in range(_ATTEMPTS):  # more than one only where others swept it up before it was locked
+        path, handle = make()
+        if handle is None or fcntl is None:
+            return path, handle
+        with contextlib.suppress(OSError):  # a mount that knows no locks, where nobody sweeps
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return path, handle
+        os.close(handle)
+    raise OSError(f"{path}: expected a draft that stays, found it gone {_ATTEMPTS} times")
+
+
+def _let_go(handle: int | None) -> None:
+    if handle is not None:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child may have the handle too
+        os.close(handle)
+
+
+def sweep(folder: Path, names: re.Pattern[str]) -> None:
+    """Take away files and folders of these names that no process has locked: those who made them were killed."""
+    if fcntl is None:
+        return
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        for path in [Path(entry.path) for entry in os.scandir(folder) if names.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):  # locked, gone meanwhile, or not to be opened by this user
+                folder_there = path.is_dir()
+                way = os.O_RDONLY if folder_there else os.O_RDWR  # some network mounts lock only what can be written
+                handle = os.open(path, way | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if folder_there:
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink()
+                finally:
+                    os.close(handle)
 
 
 def leave(folder: Path, made: bool) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from cdr_kernel.lexical import TfIdf
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.store import FactStore
+from cdr_kernel.store_folder import KIND
 from cdr_kernel.task import SubQuery
 from cdr_kernel.tokens import Tokenizer, tokenize
 
@@ -131,34 +133,58 @@ def load_corpus(
         raise ValueError(f"embedding: expected one of {', '.join(EMBEDDINGS)}, got {embedding!r}")
     if tokenizer not in TOKENIZERS:
         raise ValueError(f"tokenizer: expected one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
+    split = TOKENIZERS[tokenizer]
     if (folder / "facts.parquet").is_file():
-        store, texts, words = _dataset(folder, embedding, TOKENIZERS[tokenizer])
-        names = ("tasks_dev.json", "queries_dev_minilm_f16.npz")
-    else:
-        if embedding != "title":
-            raise ValueError(f"embedding: expected 'title', the one that {folder} has, got {embedding!r}")
-        saved = FactStore.load(folder).view()
-        embedded, rows = saved.texts(range(saved.rows)), range(saved.rows)
-        store = FactStore(saved.dim, embedding_model=saved.embedding_model, tokenizer=TOKENIZERS[tokenizer])
-        known = saved.facts(rows)
-        store.add(
-            [fact.id for fact in known],
-            embedded,
-            saved.embeddings,
-            importance=saved.importance,
-            source=[fact.source for fact in known],
-            position=[fact.position for fact in known],
-        )
-        texts = embedded
-        if (folder / "facts.jsonl").is_file():  # without the titles that were embedded
-            plain = {id: t for b in read_facts(folder / "facts.jsonl") for id, t in zip(b.ids, b.texts, strict=True)}
-            texts = [plain.get(fact.id, fact.text) for fact in saved.facts(range(saved.rows))]
-        words = np.array([len(text.split()) for text in texts], np.float64)
-        names = ("tasks.json", "queries.npz")
-    tasks = folder / names[0] if tasks is None else tasks
-    queries = folder / names[1] if queries is None else queries
-    cases = tuple(_cases(tasks, queries, store, words))
-    return Corpus(store, texts, words, cases, TOKENIZERS[tokenizer])
+        store, texts, words = _dataset(folder, embedding, split)
+        files = [folder / "tasks_dev.json", folder / "queries_dev_minilm_f16.npz"]
+        return _corpus(store, texts, words, files, tasks, queries, split)
+    if embedding != "title":
+        raise ValueError(f"embedding: expected 'title', the one that {folder} has, got {embedding!r}")
+
+    def read(manifest: Mapping[str, Any]) -> Corpus:
+        saved = FactStore.load(folder)
+        store, texts, words = _ingested(folder, saved, split)
+        files = [folder / "tasks.json", folder / "queries.npz"]
+        found = _corpus(store, texts, words, files, tasks, queries, split)
+        KIND.check_same(folder, manifest["data"])  # else some of it may be of the store before, some of this one
+        return found
+
+    return KIND.load(folder, read)
+
+
+def _corpus(
+    store: FactStore,
+    texts: list[str],
+    words: Float64,
+    files: Sequence[Path],
+    tasks: Path | None,
+    queries: Path | None,
+    tokenizer: Tokenizer,
+) -> Corpus:
+    """A corpus whose tasks and queries are in these files, or in others where those are given."""
+    asked = (files[0] if tasks is None else tasks, files[1] if queries is None else queries)
+    return Corpus(store, texts, words, tuple(_cases(*asked, store, words)), tokenizer)
+
+
+def _ingested(folder: Path, saved: FactStore, tokenizer: Tokenizer) -> tuple[FactStore, list[str], Float64]:
+    """The facts that `cdr ingest` saved, their texts without titles where they are there, and how long these are."""
+    view = saved.view()
+    rows = range(view.rows)
+    store = FactStore(view.dim, embedding_model=view.embedding_model, tokenizer=tokenizer)
+    known = view.facts(rows)
+    store.add(
+        [fact.id for fact in known],
+        [fact.text for fact in known],
+        view.embeddings,
+        importance=view.importance,
+        source=[fact.source for fact in known],
+        position=[fact.position for fact in known],
+    )
+    texts = [fact.text for fact in known]
+    if KIND.beside(folder / "facts.jsonl").is_file():  # without the titles that were embedded
+        plain = {id: t for b in read_facts(folder / "facts.jsonl") for id, t in zip(b.ids, b.texts, strict=True)}
+        texts = [plain.get(fact.id, fact.text) for fact in known]
+    return store, texts, np.array([len(text.split()) for text in texts], np.float64)
 
 
 def _dataset(folder: Path, embedding: str, tokenizer: Tokenizer) -> tuple[FactStore, list[str], Float64]:
@@ -186,7 +212,7 @@ def _dataset(folder: Path, embedding: str, tokenizer: Tokenizer) -> tuple[FactSt
 
 def _cases(tasks: Path, queries: Path, store: FactStore, words: Float64) -> Iterable[Case]:
     checked = read_tasks(tasks)
-    raw = json.loads(tasks.read_text("utf-8-sig"))
+    raw = json.loads(KIND.beside(tasks).read_text("utf-8-sig"))
     view = store.view()
     for task, record in zip(checked, raw.get("tasks", [raw]), strict=True):
         query, subs = read_task_vectors(queries, task, store.dim)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -20,6 +21,7 @@ from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
@@ -226,6 +228,12 @@ class Retriever:
         if self.kind != "scan":
             return self._device
         index = self._saved_codes(view) if self._codes is None else self._codes
+        if index is not None:
+            try:
+                index.mapped_files.check()
+            except DamagedFileError as error:
+                warnings.warn(f"{error}; the codes are made again", stacklevel=2)
+                self._codes = index = None
         if index is not None and index.layout != view.layout:
             index = None
         coded = 0 if index is None else index.rows

@@ -23,6 +23,7 @@ from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.folder import Kind, read_array, synced
 from cdr_kernel.forks import Lock
+from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.store import StoreView
 
 FORMAT = "cdr-scan-index"
@@ -92,6 +93,7 @@ class ScanIndex:
     def __init__(self, matrix: Float32, mean: Float32, weight: Float32, view: StoreView) -> None:
         self.dim = len(mean)
         self.layout = view.layout
+        self.mapped_files = MappedFiles()
         self._matrix, self._mean, self._weight = matrix, mean, weight
         self._rotation = _C.Rotation(matrix, mean, weight)
         self._lock = Lock()
@@ -278,6 +280,7 @@ class ScanIndex:
         if not 0.0 <= alpha < np.inf:
             raise ValueError(f"{home / _KIND.file}: expected alpha to be a number, found {manifest['alpha']!r}")
         index._state = _State(index._rotation, (run,) if n else (), alpha, manifest["fingerprint"])
+        index.mapped_files = MappedFiles(data / f"{name}.npy" for name in _Run.NAMES)
         return index
 
     def _check(self, view: StoreView) -> None:

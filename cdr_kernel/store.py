@@ -243,8 +243,14 @@ class FactStore:
                 )
 
     def view(self) -> StoreView:
-        """The store as it is now; later changes do not show in it."""
-        return self._view
+        """The store as it is now; later changes do not show in it.
+
+        Raises DamagedFileError where a file that the store is mapped from was cut short: to read it would end the
+        process.
+        """
+        view = self._view
+        view._storage.mapped_files.check()
+        return view
 
     @property
     def version(self) -> int:
@@ -290,7 +296,7 @@ class FactStore:
     @property
     def ids(self) -> list[str]:
         """Ids in order of their sequence."""
-        return self._view.ids
+        return self.view().ids
 
     def get(self, ids: Iterable[str]) -> list[Fact]:
         """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
@@ -300,7 +306,7 @@ class FactStore:
             missing = [i for i in wanted if i not in rows]
             if missing:
                 raise KeyError(f"ids: {few(missing)} not in the store")
-            return self._view.facts([rows[i] for i in wanted])
+            return self.view().facts([rows[i] for i in wanted])
 
     def rows_of(self, ids: Iterable[str]) -> Int64:
         """The rows of these ids in the newest view. KeyError for one that is not there."""
@@ -346,7 +352,7 @@ class FactStore:
 
     def _rows(self) -> dict[str, int]:
         if self._row_of is None:
-            self._row_of = indexed(self._view)
+            self._row_of = indexed(self.view())
         return self._row_of
 
     def add(
@@ -580,7 +586,7 @@ class FactStore:
     def compact(self) -> int:
         """Give back the memory of removed facts; returns their number. Order and sequence numbers stay."""
         with self._lock:
-            view = self._view
+            view = self.view()
             keep = np.flatnonzero(view.alive)
             removed = view.rows - len(keep)
             if not removed:
@@ -640,6 +646,7 @@ class FactStore:
         *,
         view: StoreView | None = None,
         about: Callable[[Path], Mapping[str, Any]] | None = None,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write the facts to a folder that ``load`` opens, replacing a store that is there.
 
@@ -647,15 +654,19 @@ class FactStore:
         renamed into place: whoever opens the folder finds the old store or the new one, never half of one.
         Removed facts are left out; sequence numbers are kept. view: a version of this store, the newest for None.
         about: called with the subfolder when the data is in it; what it returns goes into the manifest, and is
-        `about` of the store that is loaded. Saves into one folder take turns, across processes too, and the last one
+        `about` of the store that is loaded. beside: files of the folder by their names, such as tasks about the facts;
+        they change with the store as one. Those of the store before go, but where this store was loaded from the folder
+        and `beside` is None. Saves into one folder take turns, across processes too, and the last one
         stays (on Windows, and on network mounts that know no flock, callers see to the turns).
         Raises FileExistsError where path is something other than a store or an empty folder.
         """
         folder = Path(path)
         with self._lock:
-            saved, next_sequence, numbering = view or self._view, self._next_sequence, self.numbering
+            saved, next_sequence, numbering = view or self.view(), self._next_sequence, self.numbering
         check_store_folder(folder)
-        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, numbering, about))
+        own = self.path is not None and folder.exists() and folder.samefile(self.path)
+        files = beside if beside is not None or own else {}
+        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, numbering, about), files)
 
     @classmethod
     def load(

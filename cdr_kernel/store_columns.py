@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cdr_kernel.arrays import Blocks, Growing, Int64, New
 from cdr_kernel.attributes import Attribute
 from cdr_kernel.forks import Lock
+from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.token_hashes import TOKEN_BYTES, TokenBlock
 
 NO_POSITION = -1
@@ -187,6 +188,7 @@ class Storage:
     tokens: Tokens
     sources: Strings  # "" for None, else "=" and the source: "" is a source like any other
     attributes: dict[str, Attribute]
+    mapped_files: MappedFiles = field(default_factory=MappedFiles)
     source_codes: Attribute = field(default_factory=lambda: Attribute(str))  # made when a filter first asks
     coding: Lock = field(default_factory=Lock)
 

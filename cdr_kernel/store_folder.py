@@ -14,7 +14,8 @@ import numpy as np
 
 from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
-from cdr_kernel.folder import LOCK, Kind, read_array, synced
+from cdr_kernel.folder import BESIDE, LOCK, Kind, read_array, synced
+from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
 from cdr_kernel.store_view import StoreView
@@ -34,6 +35,10 @@ _ARRAYS = (
 )
 _TEXTS = ("ids", "texts", "sources")
 _FILES = {*(f"{name}.npy" for name in _ARRAYS), *(f"{n}{end}" for n in _TEXTS for end in (".utf8", "_offsets.npy"))}
+_MAPPED = (
+    *(f"{name}.npy" for name in ("embeddings", "tokens", "token_offsets")),
+    *(f"{name}{end}" for name in _TEXTS for end in (".utf8", "_offsets.npy")),
+)
 KIND = Kind(
     "store",
     file="manifest.json",
@@ -55,7 +60,8 @@ KIND = Kind(
     },
 )
 _UNFINISHED = re.compile(  # names that saves give, of stores and of the scan indexes beside them
-    rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}"
+    rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}|"
+    rf"data-[0-9a-f]{{16}}{re.escape(BESIDE)}"
 )
 _FLOAT64 = np.finfo(np.float64)
 
@@ -169,6 +175,7 @@ def read(folder: Path, manifest: Mapping[str, Any], dtype: np.dtype[Any], *, mma
         tokens=Tokens(mapped=(ends, tokens) if n else None),
         sources=strings("sources"),
         attributes={name: Attribute.load(kind, data / stem, n) for name, (kind, stem, *_) in further.items()},
+        mapped_files=MappedFiles([data / name for name in _MAPPED] if mmap else []),
     )
 
 

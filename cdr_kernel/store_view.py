@@ -217,9 +217,10 @@ class StoreView:
         return found
 
     def facts(self, rows: Iterable[int]) -> list[Fact]:
-        """The facts in these rows."""
+        """The facts in these rows. Raises DamagedFileError where a file that they are mapped from was cut short."""
         at = np.fromiter(rows, np.int64)
         storage = self._storage
+        storage.mapped_files.check()
         further = {name: column.values(at) for name, column in list(storage.attributes.items()) if name[0] != "_"}
         facts = list(
             map(

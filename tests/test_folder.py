@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import folder as folder_module
-from cdr_kernel.folder import LOCK, Kind, read_array
+from cdr_kernel.folder import LOCK, Kind, draft, draft_folder, read_array
 
 KIND = Kind("thing", file="thing.json", data="thing-", format="thing", version=1, fields={"n": int})
 
@@ -254,3 +254,78 @@ NO_HEADERS = [
     b"{'descr': '<f8', 'fortran_order': False, 'shape': (999999999999999999999, 4), }",
     b"{'descr': '(((', 'fortran_order': False, 'shape': (3, 4), }",
 ]
+
+
+@pytest.mark.skipif(folder_module.fcntl is None, reason="needs locks of files")
+def test_drafts_of_killed_processes_are_taken_away_and_those_at_work_stay(tmp_path):
+    target, other = tmp_path / "run.json", tmp_path / ".cdr-mine"
+    other.write_text("")
+    (tmp_path / ".cdr-0123456789abcdef").write_text("half")
+    (tmp_path / ".run.json.0123456789abcdef").mkdir()
+    (tmp_path / ".run.json.0123456789abcdef" / "half").write_text("half")
+    (tmp_path / ".other.0123456789abcdef").mkdir()
+    with draft(target) as first, draft(target) as second:
+        assert names(tmp_path) == sorted(
+            [first.name, second.name, other.name, ".run.json.0123456789abcdef", ".other.0123456789abcdef"]
+        )
+        with draft_folder(target) as third, draft_folder(target) as fourth:
+            expected = [first.name, second.name, third.name, fourth.name, other.name, ".other.0123456789abcdef"]
+            assert names(tmp_path) == sorted(expected)
+            os.replace(first, target)
+            (third / "half").write_text("half")
+    assert names(tmp_path) == [".cdr-mine", ".other.0123456789abcdef", "run.json"]
+
+
+@pytest.mark.skipif(folder_module.fcntl is None, reason="needs locks of files")
+def test_a_draft_that_is_swept_up_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    flock, gone = folder_module.fcntl.flock, []
+
+    def late(handle, how):
+        if not gone and how == folder_module.fcntl.LOCK_EX:
+            gone.extend(tmp_path.glob(".cdr-*"))
+            gone[0].unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(folder_module.fcntl, "flock", late)
+    with draft(tmp_path / "run.json") as path:
+        assert path.exists()
+        assert path != gone[0]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_killed_saves_left_goes_before_the_next_one_needs_the_room(tmp_path, monkeypatch, alone):
+    KIND.save(tmp_path, writing("one"))
+    left = [tmp_path / "thing-0123456789abcdef", tmp_path / "thing-0123456789abcdef.beside"]
+    for folder in left:
+        folder.mkdir()
+    if not alone:  # somebody else may be at work on them
+        monkeypatch.setattr(folder_module, "fcntl", None)
+    there = []
+    KIND.save(tmp_path, lambda data: there.extend(each.exists() for each in left) or writing("two")(data))
+    assert there == [not alone] * 2
+    assert saved(tmp_path) == "two"
+
+
+def test_where_the_manifest_cannot_be_read_nothing_is_taken_away(tmp_path):
+    KIND.save(tmp_path, writing("one"))
+    (tmp_path / "thing.json").write_text("{")
+    with pytest.raises(KeyboardInterrupt):
+        KIND.save(tmp_path, failing)
+    assert [(data / "text").read_text() for data in tmp_path.glob("thing-*")] == ["one"]
+
+
+@pytest.mark.parametrize("beside", ["a", [1], [""], ["."], [".."], ["a/b"], ["a\0"]])
+def test_names_of_files_beside_are_checked(tmp_path, beside):
+    KIND.save(tmp_path, writing("one"))
+    found = json.loads((tmp_path / "thing.json").read_text())
+    (tmp_path / "thing.json").write_text(json.dumps({**found, "beside": beside}))
+    with pytest.raises(ValueError, match="expected beside to name files"):
+        KIND.manifest(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_changed(tmp_path):
+    KIND.save(tmp_path, writing("one"), {"a": b"1"})
+    (tmp_path / "b").mkdir()
+    with pytest.raises(FileExistsError, match="b: expected a file to write to, found a folder"):
+        KIND.save(tmp_path, writing("two"), {"a": b"2", "b": b"2"})
+    assert (saved(tmp_path), (tmp_path / "a").read_bytes()) == ("one", b"1")

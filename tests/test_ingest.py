@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import zlib
 
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cdr_kernel import FactStore, embedder
+from cdr_kernel import FactStore, cli_run, embedder
 from cdr_kernel.cli import app
 from cdr_kernel.files import FileError, read_tasks
 from cdr_kernel.ingest import DocumentFact, cut, propose_tasks, read_documents
 from cdr_kernel.quality import evaluate, load_corpus, ranked, summarise
+from cdr_kernel.store_folder import KIND
 
 PAGE = """---
 title: "Nodes"
@@ -334,21 +336,22 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, before):
         assert asked.files == []
 
 
-def test_whoever_dies_between_the_files_of_a_store_leaves_none_beside_another_store(docs, tmp_path, monkeypatch):
+def test_a_reader_at_any_moment_finds_all_files_of_one_store(docs, tmp_path, monkeypatch):
     monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
-    out, replace, seen = tmp_path / "store", os.replace, []
+    out, replace, seen, placed = tmp_path / "store", os.replace, [], []
+    names = ("facts.jsonl", "queries.npz", "tasks.json")
 
     def ingested():
         return CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"]).exit_code
 
     def files():
         """What readers find: the ids of the store, and the files beside it."""
-        there = {name: out / name for name in ("facts.jsonl", "tasks.json", "queries.npz")}
-        return FactStore.load(out).ids, {name: path.read_bytes() for name, path in there.items() if path.exists()}
+        return FactStore.load(out).ids, {name: KIND.beside(out / name).read_bytes() for name in names}
 
     def looked(source, target):
         replace(source, target)
         seen.append(files())
+        placed.append(sum((out / name).exists() for name in names))
 
     assert ingested() == 0
     old = files()
@@ -358,12 +361,93 @@ def test_whoever_dies_between_the_files_of_a_store_leaves_none_beside_another_st
     new = files()
     assert new[0] != old[0]
     assert all(new[1][name] != old[1][name] for name in old[1])
-    assert seen[-1] == new
-    assert {len(beside) for _, beside in seen} == {0, 1, 2, 3}
-    for ids, beside in seen:
-        own = old if ids == old[0] else new
-        assert ids == own[0]
-        assert list(beside.items()) == list(own[1].items())[: len(beside)]  # the last ones are missing first
+    assert seen == [old] * 3 + [new] * 4
+    assert placed == [2, 1, 0, 0, 1, 2, 3]  # those of the other store are out of the way before it is
+
+
+def test_the_next_ingest_ends_what_a_killed_one_had_begun(docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    out, replace, killed = tmp_path / "store", os.replace, []
+
+    def ingested(folder):
+        return CliRunner().invoke(app, ["ingest", str(docs), "-o", str(folder), "--embed", "toy"]).exit_code
+
+    def copied(source, target):
+        killed.append(shutil.copytree(out, tmp_path / f"killed-{len(killed)}"))  # what a kill here leaves
+        replace(source, target)
+
+    assert ingested(out) == 0
+    (docs / "more.md").write_text(a_page("More", ["g", "h", "i", "j"]))
+    monkeypatch.setattr(os, "replace", copied)
+    assert ingested(out) == 0
+    monkeypatch.setattr(os, "replace", replace)
+    assert len(killed) == 7
+    for i, folder in enumerate(killed):
+        tasks = 2 if i < 4 else 3
+        assert len(read_tasks(folder / "tasks.json")) == len(load_corpus(folder).cases) == tasks
+        with monkeypatch.context() as broken:
+            broken.setattr("cdr_kernel.store_folder.write", lambda *_: 1 / 0)
+            assert ingested(folder) == 1  # it fails, and yet has put right what it found
+        *data, first, second, third, fourth, fifth = sorted(path.name for path in folder.iterdir())
+        assert [first, second, third, fourth, fifth] == [
+            "facts.jsonl", "manifest.json", "queries.npz", "save.lock", "tasks.json"
+        ]  # fmt: skip
+        assert len(data) == 1
+        assert len(read_tasks(folder / "tasks.json")) == tasks
+        assert ingested(folder) == 0
+        assert len(load_corpus(folder).cases) == 3
+
+
+def test_a_file_beside_a_store_that_is_gone_is_named_with_what_to_do(docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    out = tmp_path / "store"
+    assert CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"]).exit_code == 0
+    (out / "tasks.json").unlink()
+    (out / "queries.npz").unlink()
+    what = "not there, although the store was made with it: make the store again"
+    with pytest.raises(FileNotFoundError, match=rf"{what}: '.*/tasks\.json'"):
+        load_corpus(out)
+    told = CliRunner().invoke(app, ["gate", str(out), "--queries", f"{out / 'queries.npz'}:0:query"])
+    assert told.exit_code == 1
+    assert f"{out / 'queries.npz'}: {what}" in told.stderr
+
+
+def test_other_facts_in_the_folder_take_the_files_of_the_ingest_along(docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    out = tmp_path / "store"
+    assert CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"]).exit_code == 0
+    store = FactStore.load(out)
+    store.remove(store.ids[:1])
+    store.save(out)  # the same store, later
+    assert len(read_tasks(out / "tasks.json")) == 2
+    assert len(FactStore.load(out)) == len(store)
+    other = FactStore(32, embedding_model="toy")
+    other.save(out)
+    assert sorted(path.name for path in out.iterdir() if not path.name.startswith("data-")) == [
+        "manifest.json",
+        "save.lock",
+    ]
+
+
+def test_a_run_refuses_tasks_of_another_store_than_it_opened(docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    out, opened = tmp_path / "store", cli_run.opened_store
+
+    def ingest():
+        return CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"])
+
+    def replaced_meanwhile(path):
+        store = opened(path)
+        assert ingest().exit_code == 0
+        return store
+
+    assert ingest().exit_code == 0
+    run = ["run", str(out), str(out / "tasks.json"), "--vectors", str(out / "queries.npz"), "--writer", "extract"]
+    assert CliRunner().invoke(app, run).exit_code == 0
+    monkeypatch.setattr(cli_run, "opened_store", replaced_meanwhile)
+    told = CliRunner().invoke(app, run)
+    assert told.exit_code == 1
+    assert f"{out}: the store was replaced while it was read: read it again" in told.stderr
 
 
 def test_ingest_names_documents_without_facts(docs, tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ EDGES = {
 }
 LADDER = [
     {"_C", "constants", "damage", "forks"},
-    {"arrays", "bit_codes", "checks", "folder", "numbering", "reference", "steps", "tokens"},
+    {"arrays", "bit_codes", "checks", "folder", "mapped", "numbering", "reference", "steps", "tokens"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
     {"store_columns"},

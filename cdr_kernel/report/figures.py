@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cdr_kernel.files import check_output
+from cdr_kernel.folder import draft
 from cdr_kernel.report.runs import METRICS, Run
 
 _COLOURS = ("#1d5fa8", "#a83c0c", "#1b7350", "#7b3fa0")
@@ -54,12 +54,9 @@ def write_figures(path: Path, runs: Sequence[Run]) -> None:
             before = labels
         kind = path.suffix.lower()[1:]
         about: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
-        draft = path.with_name(f".cdr-{secrets.token_hex(8)}")
-        try:
-            figure.savefig(draft, format=kind, dpi=200, metadata=about)
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with draft(path) as made:
+            figure.savefig(made, format=kind, dpi=200, metadata=about)
+            os.replace(made, path)
 
 
 def _lines(every: Sequence[Any], runs: Sequence[Run]) -> None:
