@@ -6,8 +6,9 @@ import base64
 import time
 
 import pytest
-from serving import MODEL, created, error_of, make_store, new_session, rank, serving, update
+from serving import MODEL, b64, created, error_of, make_store, new_session, query, rank, serving, update
 
+from cdr_kernel import FactStore
 from cdr_kernel.serve.errors import Refusal
 from cdr_kernel.serve.idempotency import Done
 from cdr_kernel.serve.tokens import Payload, Signer
@@ -130,3 +131,107 @@ def test_a_changed_token_over_http_is_refused_and_nothing_is_there(tmp_path):
             assert error_of(answer)["code"] == "invalid_token"
         assert client.get(f"/v1/sessions/{sid}").status_code == 404
         assert client.get("/v1/stats").json()["sessions"] == 0
+
+
+def exported(client, sid):
+    """What a client keeps of a session, as the body of a resume."""
+    told = client.post(f"/v1/sessions/{sid}/token").json()
+    return {
+        "embedding_model": MODEL,
+        "token": told["token"],
+        "blacklist": told["blacklist"],
+        "blob": told["blob"],
+        "sub_queries": new_session()["sub_queries"],
+    }
+
+
+@pytest.mark.parametrize("settings", [{"exclude_packed": True}, {"mode": "calibrated", "min_relevance": None}])
+def test_a_packed_fact_does_not_return_after_it_was_upserted(tmp_path, settings):
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s", token_key=KEY) as client:
+        sid = created(client, **settings)
+        packed = [fact["id"] for fact in client.post(f"/v1/sessions/{sid}/rank", json=rank()).json()["facts"]]
+        client.post(f"/v1/sessions/{sid}/update", json=update(packed=packed))
+        body = exported(client, sid)
+        assert body["blob"] is None
+        before = client.delete(f"/v1/sessions/{sid}").json()
+        new = {"id": packed[0], "text": "another text", "embedding": b64(query())}
+        assert client.put("/v1/facts", json={"embedding_model": MODEL, "facts": [new]}).status_code == 200
+        assert client.post("/v1/sessions/resume", json=body).json() == before
+        again = client.post(f"/v1/sessions/{sid}/rank", json=rank(k=60)).json()["facts"]
+        assert again
+        assert not {fact["id"] for fact in again} & set(packed)
+
+
+def test_what_exceeds_a_token_travels_as_a_blob(tmp_path):
+    """Facts of other origin have no number, and 100 of their ids do not fit into 4,096 bytes."""
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s", token_key=KEY) as client:
+        bodies = []
+        for part in ("one", "two"):
+            sid = created(client, exclude_packed=True)
+            packed = [f"{part}: {i:060}" for i in range(100)]
+            client.post(f"/v1/sessions/{sid}/update", json=update(packed=packed))
+            bodies.append(exported(client, sid))
+            before = client.delete(f"/v1/sessions/{sid}").json()
+            assert before["packed"] == 100
+        body, swapped = bodies[1], bodies[0]["blob"]
+        raw = base64.b64decode(body["blob"])
+        cut, flipped = raw[:-1], raw[:-1] + bytes([raw[-1] ^ 1])
+        for other in (None, swapped, *(base64.b64encode(each).decode() for each in (cut, flipped, b""))):
+            refused = client.post("/v1/sessions/resume", json={**body, "blob": other})
+            assert refused.status_code == 422
+            told = error_of(refused)
+            assert (told["field"], told["expected"]) == ("blob", "the one that was exported with the token")
+        assert client.post("/v1/sessions/resume", json=body).json() == before
+        client.delete(f"/v1/sessions/{sid}")
+        small = exported(client, created(client))
+        assert error_of(client.post("/v1/sessions/resume", json={**small, "blob": body["blob"]}))["field"] == "blob"
+
+
+def test_a_replica_that_lags_behind_reads_the_store_first(tmp_path):
+    pytest.importorskip("lance", reason="needs the store extra")
+    from cdr_kernel.durable import DurableStore
+
+    DurableStore.from_facts(make_store(), tmp_path / "d").close()
+    settings = {"token_key": KEY, "refresh_s": 3600.0}
+    with serving(tmp_path / "d", **settings) as one, serving(tmp_path / "d", **settings) as two:
+        new = {"id": "new", "text": "another text", "embedding": b64(query())}
+        assert one.post("/v1/facts", json={"embedding_model": MODEL, "facts": [new]}).status_code == 200
+        sid = created(one, exclude_packed=True)
+        one.post(f"/v1/sessions/{sid}/update", json=update(packed=["f1", "new"]))
+        assert two.get("/v1/facts/new").status_code == 404
+        assert two.post("/v1/sessions/resume", json=exported(one, sid)).json()["packed"] == 2
+        assert two.get("/v1/facts/new").status_code == 200
+
+
+def test_numbers_of_another_replicas_own_facts_are_refused(tmp_path):
+    """What is added to a folder that is read is known to that process alone: its number is none of another's."""
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s", token_key=KEY) as one, serving(tmp_path / "s", token_key=KEY) as two:
+        for client, id in ((one, "x"), (two, "y")):
+            fact = {"id": id, "text": "another text", "embedding": b64(query())}
+            assert client.post("/v1/facts", json={"embedding_model": MODEL, "facts": [fact]}).status_code == 200
+        sid = created(one, exclude_packed=True)
+        one.post(f"/v1/sessions/{sid}/update", json=update(packed=["f1"]))
+        assert two.post("/v1/sessions/resume", json=exported(one, sid)).json()["packed"] == 1
+        two.delete(f"/v1/sessions/{sid}")
+        one.post(f"/v1/sessions/{sid}/update", json=update(packed=["x"]))
+        refused = two.post("/v1/sessions/resume", json=exported(one, sid))
+        assert refused.status_code == 422
+        assert "numbers of the store" in error_of(refused)["message"]
+
+
+def test_a_server_with_a_hash_key_resumes_without_the_blacklist(tmp_path):
+    source = make_store()
+    store = FactStore(source.dim, embedding_model=MODEL, hash_key=b"secret")
+    view = source.view()
+    store.add(view.ids, view.texts(range(view.rows)), view.embeddings)
+    store.save(tmp_path / "s")
+    with serving(tmp_path / "s", token_key=KEY, hash_key=b"secret") as client:
+        sid = created(client)
+        client.post(f"/v1/sessions/{sid}/update", json=update())
+        body = exported(client, sid)
+        client.delete(f"/v1/sessions/{sid}")
+        assert client.post("/v1/sessions/resume", json={**body, "blacklist": None}).json()["ngrams"] == 0
+        assert client.post(f"/v1/sessions/{sid}/rank", json=rank()).status_code == 200

@@ -277,22 +277,25 @@ class MergeSessions(Question, kw_only=True):
 
 
 class TokenBody(msgspec.Struct):
-    """A signed session. blacklist: the guard's n-gram hashes, little-endian uint64, which the token signs but does not
-    hold; None where there are none. expires_in_s: how long the token is taken."""
+    """A signed session. blacklist: the guard's n-gram hashes, little-endian uint64. blob: the rest of a session that
+    exceeds 4,096 bytes. The token signs both but does not hold them; null where there are none. expires_in_s: how long
+    the token is taken."""
 
     token: str
     blacklist: bytes | None
+    blob: bytes | None
     expires_in_s: int
 
 
 class ResumeSession(Question, kw_only=True):
     """A token from this or another replica, and the task's sub-queries again. blacklist: as exported; without it the
-    guard starts empty."""
+    guard starts empty. blob: as exported."""
 
     embedding_model: Name
     token: Annotated[str, Meta(min_length=1, max_length=262_144)]
     sub_queries: Annotated[list[NewSubQuery], Meta(min_length=1, max_length=1024)]
     blacklist: bytes | None = None
+    blob: bytes | None = None
 
 
 # ranking

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
@@ -23,6 +22,7 @@ from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.sessions import Entry, Version, new_id, with_answer
 from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
 from cdr_kernel.session import Session
+from cdr_kernel.session_token import StoreBehind, head_of
 from cdr_kernel.task import Exit, SubQuery, WindowReport
 
 ATTEMPTS = 20
@@ -152,19 +152,20 @@ async def merge_sessions(call: Call) -> Answer:
 async def export_session(call: Call) -> Answer:
     """The session as a signed token, for `resume` on any replica with the same token key."""
     entry = await call.tenant.sessions.get(call.params["session_id"])
-    ttl = call.service.settings.session_ttl_s
+    ttl, store = call.service.settings.session_ttl_s, call.tenant.facts.facts
 
     def work() -> schema.TokenBody:
         session = entry.now.session
         hashes = None if session.guard is None else session.guard.hashes.astype("<u8").tobytes()
+        token, blob = session.token_and_blob(store)
         payload = Payload(
             id=entry.id,
-            session=session.token(),
+            session=token,
             blacklist=None if not hashes else hashlib.sha256(hashes).hexdigest(),
             answers=dict(list(entry.now.answers.items())[-CARRIED_ANSWERS:]),
             expires=int(time.time() + ttl),
         )
-        return schema.TokenBody(call.tenant.signer.sign(payload), hashes or None, int(ttl))
+        return schema.TokenBody(call.tenant.signer.sign(payload), hashes or None, blob, int(ttl))
 
     return Answer(await call.thread(work))
 
@@ -174,22 +175,34 @@ async def resume_session(call: Call) -> Answer:
     body, tenant = call.body, call.tenant
     tenant.check_model(body.embedding_model)
     payload = tenant.signer.read(body.token)
+    head = head_of(payload.session)
+    _check_blob(body.blob, head.get("blob"))
     vectors = await sub_query_vectors(call, body.sub_queries)
     key = call.service.settings.hash_key
 
-    def make() -> Session:
+    def make() -> Session | None:
         guard = None
         if body.blacklist is not None:
             if hashlib.sha256(body.blacklist).hexdigest() != payload.blacklist:
                 raise invalid("blacklist", "the one that was exported with the token")
             guard = NGramGuard.from_hashes(np.frombuffer(body.blacklist, "<u8").astype(np.uint64), hash_key=key)
         items = sub_queries(body.sub_queries, vectors)
-        if guard is None and key is not None and json.loads(payload.session)["guard"] is not None:
+        if guard is None and key is not None and head["guard"] is not None:
             guard = NGramGuard(hash_key=key)
-        return Session.from_token(payload.session, items, embedding_model=tenant.model, guard=guard)
+        rest: dict[str, Any] = {"guard": guard, "store": tenant.facts.facts, "blob": body.blob}
+        try:
+            return Session.from_token(payload.session, items, embedding_model=tenant.model, **rest)
+        except StoreBehind:
+            return None
 
     async def work() -> Answer:
         session = await call.thread(make)
+        if session is None:  # another replica has added facts that this one has not read yet
+            await _refreshed(call)
+            session = await call.thread(make)
+        if session is None:
+            message = "the store has not seen all facts of the token yet, try again"
+            raise unavailable("store_behind", message)
         try:
             entry = await tenant.sessions.create(session, id=payload.id, answers=payload.answers)
         except KeyError:
@@ -198,6 +211,22 @@ async def resume_session(call: Call) -> Answer:
         return Answer(session_body(entry.id, entry.now.session))
 
     return await started(call, work)
+
+
+def _check_blob(blob: bytes | None, digest: str | None) -> None:
+    """Raises `Refusal` for a blob that is not the one whose SHA-256 is in the token."""
+    if (None if blob is None else hashlib.sha256(blob).hexdigest()) != digest:
+        expected = "the one that was exported with the token"
+        raise invalid("blob", expected if digest is not None else "null, as it was exported with the token")
+
+
+async def _refreshed(call: Call) -> None:
+    """See what other processes have changed in the store."""
+    await call.locked(call.tenant.writes)
+    try:
+        await call.thread(call.tenant.facts.refresh, writes=True)
+    finally:
+        call.tenant.writes.release()
 
 
 async def started(call: Call, work: Callable[[], Awaitable[Answer]]) -> Answer:

@@ -24,8 +24,9 @@ CARRIED_ANSWERS = 4
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """id: of the session at the server. session: `Session.token`. blacklist: SHA-256 of the guard's hashes, None where
-    there are none. answers: of the last updates. expires: Unix seconds."""
+    """id: of the session at the server. session: the token of `Session.token_and_blob`, which has the SHA-256 of its
+    blob. blacklist: SHA-256 of the guard's hashes, None where there are none. answers: of the last updates. expires:
+    Unix seconds."""
 
     id: str
     session: bytes
