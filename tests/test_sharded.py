@@ -88,7 +88,7 @@ def same(ranking, truth):
             assert a.dtype == b.dtype, name
             assert a.shape == b.shape, name
             assert a.tobytes() == b.tobytes(), name
-    for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "new_share", "need"):
+    for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "newest", "new_share", "need"):
         assert getattr(ranking, name) == getattr(truth, name), name
     assert (ranking.feedback is None) == (truth.feedback is None)
     if truth.feedback is not None:
