@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.checks import check_integer, check_number, check_text
+from cdr_kernel.checks import check_integer, check_number, check_strings, check_text
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.store import EmbeddingModelMismatch
-from cdr_kernel.task import Calibrated, Feedback, SessionState, SubQuery
+from cdr_kernel.task import Calibrated, EnvelopeTest, Feedback, SessionState, SubQuery, check_outputs
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
 
@@ -60,10 +61,12 @@ def to_json(session: Session) -> str:
             "residual": [item.id for item in state.residual],
             "window_count": state.window_count,
             "completeness": state.completeness,
-            "words": state.words,
-            "packed": state.packed,
+            "words": dict(state.words),
+            "packed": dict(state.packed),
             "safety_budget": state.safety_budget,
             "guard": None if state.guard is None else _pack_guard(state.guard),
+            "last_envelope": _envelope_data(state),
+            "outputs": list(state.outputs) if session.keep_outputs else None,
             **_feedback_data(session, state, with_direction=True),
         }
     )
@@ -95,8 +98,10 @@ def token(session: Session) -> bytes:
         "words": [state.words[item.id] for item in session.sub_queries],
         "safety_budget": state.safety_budget,
         "guard": None if state.guard is None else _guard_settings(state.guard),
-        "packed": state.packed if _needs_packed(session) else {},
+        "packed": dict(state.packed) if _needs_packed(session) else {},
         "sha256": _coverage_hash(session, state),
+        "last_envelope": _envelope_data(state),
+        "outputs": _outputs_hash(state.outputs) if session.keep_outputs else None,
         **_feedback_data(session, state, with_direction=False),
     }
     token = _canonical(payload).encode("ascii")
@@ -112,6 +117,7 @@ def from_token(
     *,
     embedding_model: str,
     guard: NGramGuard | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> S:
     """See `Session.from_token`."""
     if not isinstance(token, bytes | bytearray):
@@ -122,6 +128,8 @@ def from_token(
     if guard is not None and not isinstance(guard, NGramGuard):
         raise TypeError(f"guard must be an NGramGuard or None, got {guard!r}")
     sub_queries = tuple(sub_queries)
+    if outputs is not None:
+        outputs = check_strings(outputs, "outputs")
     try:
         data = _parse(bytes(token).decode("ascii"))
     except UnicodeDecodeError as error:
@@ -131,7 +139,7 @@ def from_token(
         if model != embedding_model:
             advice = f"the token is of a session of {model!r}, embedding_model= and its sub-queries must be of that too"
             raise EmbeddingModelMismatch("embedding_model", model, embedding_model, advice)
-        return _from_token_data(kind, data, sub_queries, guard)
+        return _from_token_data(kind, data, sub_queries, guard, outputs)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a session token: {_message(error)}") from error
 
@@ -160,6 +168,8 @@ def _settings(session: Session) -> dict[str, object]:
             "mode": session.mode,
             "max_windows": session.max_windows,
             "completion_threshold": session.completion_threshold,
+            "residual_depth": session.residual_depth,
+            "keep_outputs": session.keep_outputs,
             **asdict(session.calibrated),
         }
     return {
@@ -172,7 +182,19 @@ def _settings(session: Session) -> dict[str, object]:
         "clamp_novelty": session.clamp_novelty,
         "exhaustion": session.exhaustion,
         "exclude_packed": session.exclude_packed,
+        "residual_depth": session.residual_depth,
+        "keep_outputs": session.keep_outputs,
     }
+
+
+def _envelope_data(state: SessionState) -> list[object] | None:
+    """What is remembered of the last envelope: ratio (null: infinite), newest fact, and why the store is exhausted."""
+    last = state.last_envelope
+    return None if last is None else [last.ratio if math.isfinite(last.ratio) else None, last.newest, last.detail]
+
+
+def _outputs_hash(outputs: Sequence[str]) -> str:
+    return hashlib.sha256(_canonical(list(outputs)).encode("ascii")).hexdigest()
 
 
 def _coverage_hash(session: Session, state: SessionState) -> str:
@@ -187,7 +209,7 @@ def _coverage_hash(session: Session, state: SessionState) -> str:
 def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None) -> S:
     fields = (
         "schema id dim settings sub_queries coverage residual window_count completeness words packed "
-        "safety_budget guard"
+        "safety_budget guard last_envelope outputs"
     )
     _check_fields(data, fields + _extra_fields(data), "the session")
     if data["schema"] != SCHEMA:
@@ -208,21 +230,26 @@ def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None,
     for item in _check_list(data["coverage"], "coverage"):
         _check_fields(item, "sub_query_id depth_weight window_number", "a coverage entry")
         coverage.append((item["sub_query_id"], item["depth_weight"], item["window_number"]))
-    _restore(session, data, coverage, data["residual"], data["words"])
+    _restore(session, data, coverage, data["residual"], data["words"], data["outputs"])
     return session
 
 
 def _from_token_data(
-    kind: type[S], data: dict[str, Any], sub_queries: tuple[SubQuery, ...], guard: NGramGuard | None
+    kind: type[S],
+    data: dict[str, Any],
+    sub_queries: tuple[SubQuery, ...],
+    guard: NGramGuard | None,
+    outputs: Sequence[str] | None,
 ) -> S:
     fields = (
         "v id dim settings covered windows depths residual window_count completeness words safety_budget "
-        "guard packed sha256"
+        "guard packed sha256 last_envelope outputs"
     )
     _check_fields(data, fields + _extra_fields(data), "the token")
     if data["v"] != SCHEMA:
         raise ValueError(f"v must be {SCHEMA}, got {data['v']!r}")
     own = _token_guard(data["guard"], guard)
+    given = _token_outputs(data["outputs"], outputs)
     check_text(data["id"], "id")
     session = _from_settings(kind, data, sub_queries, own)
     ids = list(session._index)
@@ -248,6 +275,7 @@ def _from_token_data(
         list(zip(covered, depths, windows, strict=True)),
         named(data["residual"], "residual"),
         dict(zip(ids, words, strict=True)),
+        given,
     )
     if _coverage_hash(session, session._state) != data["sha256"]:
         raise ValueError("the sub-queries or the coverage are not those of the token: the SHA-256 differs")
@@ -265,12 +293,18 @@ def _from_settings(
             settings = {"lexical_feedback_weight": 0.0, "min_qualified": 0, **settings}
         if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
             settings = {**settings, "feedback_weight": None, "lexical_feedback_weight": None}
-    _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
+    every = "embedding_model mode max_windows completion_threshold residual_depth keep_outputs"
+    _check_fields(settings, f"{every} {own}", "settings")
     return kind(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
 
 
 def _restore(
-    session: Session, data: dict[str, Any], coverage: Iterable[tuple[Any, Any, Any]], residual: object, words: object
+    session: Session,
+    data: dict[str, Any],
+    coverage: Iterable[tuple[Any, Any, Any]],
+    residual: object,
+    words: object,
+    outputs: object,
 ) -> None:
     """Replace the fresh state of a session just made by a stored one, checked."""
     count = check_integer(data["window_count"], "window_count", 0)
@@ -299,7 +333,50 @@ def _restore(
         words={id: check_integer(words[id], f"the words of {id!r}", 0) for id in session._index},
         packed=packed,
         feedback=_read_feedback(session, _with_words(data)),
+        last_envelope=_read_envelope(data["last_envelope"]),
+        outputs=_read_outputs(session, outputs, count),
     )
+
+
+def _read_envelope(stored: object) -> EnvelopeTest | None:
+    if stored is None:
+        return None
+    parts = _check_list(stored, "last_envelope")
+    if len(parts) != 3:
+        raise ValueError(f"last_envelope must be null or [ratio, newest, detail], got {stored!r}")
+    ratio, newest, detail = parts
+    ratio = math.inf if ratio is None else check_number(ratio, "the ratio of last_envelope")
+    return EnvelopeTest(
+        ratio,
+        check_text(detail, "the detail of last_envelope", empty=True),
+        check_integer(newest, "the newest fact of last_envelope", -1),
+    )
+
+
+def _read_outputs(session: Session, stored: object, count: int) -> tuple[str, ...]:
+    if not session.keep_outputs:
+        if stored is not None:
+            raise ValueError("outputs must be null where the session does not keep them")
+        return ()
+    texts = check_strings(_check_list(stored, "outputs"), "outputs")
+    if len(texts) != count:
+        raise ValueError(f"outputs must have one text for each of the {count} windows, got {len(texts)}")
+    return check_outputs(tuple(texts))
+
+
+def _token_outputs(stored: object, outputs: Sequence[str] | None) -> list[str] | None:
+    """The outputs that a token names, None where its session keeps none."""
+    if stored is None:
+        if outputs is not None:
+            raise ValueError("outputs: the session of the token keeps none, got some")
+        return None
+    texts = [] if outputs is None else list(outputs)
+    if _outputs_hash(texts) != stored:
+        raise ValueError(
+            "outputs: expected those of the token's session (session.outputs), "
+            f"got {'none' if outputs is None else 'others: the SHA-256 differs'}"
+        )
+    return texts
 
 
 def _with_words(data: dict[str, Any]) -> object:
