@@ -33,9 +33,9 @@ from cdr_kernel.retrieve import Candidates, Retriever
 from cdr_kernel.score import Scores, available_impls, cdr_score
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact, FactStore, StoreView
-from cdr_kernel.task import CoverageEntry, Exit, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import tokenize
-from cdr_kernel.window import Window, WindowPrompt, run_windows
+from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows
 
 try:
     __version__ = version("cdr-kernel")
@@ -60,12 +60,14 @@ __all__ = [
     "Retriever",
     "Scores",
     "Session",
+    "SessionEnded",
     "StoreView",
     "SubQuery",
     "Window",
     "WindowPrompt",
     "WindowReport",
     "__version__",
+    "assemble",
     "assess",
     "available_impls",
     "band",

@@ -129,7 +129,7 @@ def demo(
     show(LEGEND)
     for window in runs["cdr"].windows:
         show("")
-        show(f"CDR, window {window['number']}. {window['anchor'] or 'Nothing remains.'}")
+        show(f"CDR, window {window['number']}. {packaged.remaining(runs['cdr'], window['number'])}")
         for header, value in window["headers"].items():
             show(f"{header}: {value}", indent=4)
     show("")

@@ -235,6 +235,7 @@ class NGramGuard:
             max_ngrams = operator.index(max_ngrams)
         self._exact = exact
         self._max = max_ngrams
+        self._frozen = False
         self._lock = Lock()
         self._state = self._empty()
 
@@ -447,8 +448,18 @@ class NGramGuard:
         compiled = self._impl == "cpp"
         return _C.token_ngrams(blocks, self._n) if compiled else _token_ngrams_python(blocks, self._n)
 
+    def freeze(self) -> None:
+        """Refuses every change from now on, as the guard of a session does. `copy` gives a guard that can change."""
+        self._frozen = True
+
+    def _check_not_frozen(self) -> None:
+        if self._frozen:
+            raise TypeError("the guard of a session cannot be changed: change guard.copy(), or call session.update")
+
     def update(self, text: str) -> None:
-        """Blacklists every n-gram of a window's output (§5.1). Raises TypeError if text is not a str."""
+        """Blacklists every n-gram of a window's output (§5.1). Raises TypeError if text is not a str, and for the guard
+        of a session, which only the session changes."""
+        self._check_not_frozen()
         self.add(finish(self.window_steps(text)))
 
     def window_steps(self, text: str) -> Generator[None, None, _Window]:
@@ -555,14 +566,16 @@ class NGramGuard:
     def copy(self) -> NGramGuard:
         """An independent guard with the same n-grams. Takes no time: blacklists are shared until updated."""
         guard = object.__new__(type(self))
-        guard.__dict__.update(self.__dict__, _lock=Lock())
+        guard.__dict__.update(self.__dict__, _lock=Lock(), _frozen=False)
         return guard
 
     def merge(self, other: NGramGuard) -> None:
         """Adds every n-gram of another guard; its windows count as the newer ones.
 
-        Raises TypeError for anything else, ValueError for a guard of another n, tokenizer, key or setting.
+        Raises TypeError for anything else and as `update` does, ValueError for a guard of another n, tokenizer, key or
+        setting.
         """
+        self._check_not_frozen()
         if not isinstance(other, NGramGuard):
             raise TypeError(f"other: expected NGramGuard, got {type(other).__name__}")
         for name in ("n", "exact", "max_ngrams"):
@@ -580,7 +593,8 @@ class NGramGuard:
             self._state = reduce(self._with, new, mine)
 
     def clear(self) -> None:
-        """Forgets every n-gram (§2.7, reset)."""
+        """Forgets every n-gram (§2.7, reset). Raises TypeError as `update` does."""
+        self._check_not_frozen()
         with self._lock:
             self._state = self._empty()
 

@@ -20,9 +20,9 @@ import numpy as np
 from cdr_kernel.checks import check_integer, counted, few
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.score import best_first
-from cdr_kernel.session import EXHAUSTIONS
 from cdr_kernel.steps import finish
 from cdr_kernel.stored import sequences_of, text_of
+from cdr_kernel.task import EXHAUSTIONS
 
 if TYPE_CHECKING:
     from cdr_kernel.rank import Ranking

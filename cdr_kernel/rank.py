@@ -99,6 +99,8 @@ class Ranking:
 
     facts: a tuple, or of a ranking without k a sequence that makes them when they are looked at (`stored`).
 
+    newest: the sequence number of the newest fact that was there to be ranked, -1 where there was none (reading R37).
+
     complete: whether all facts were looked at; only shards that could not be reached in time make it False
     (see `sharded`), and missing_shards names them. What a ranking shows of itself says so.
     """
@@ -126,6 +128,7 @@ class Ranking:
     missing_shards: tuple[str, ...] = ()
     considered: int | None = None
     filter: str = ""
+    newest: int = -1
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -192,7 +195,7 @@ class Ranks(Protocol):
 
     @property
     def store(self) -> Any:
-        """Its facts: their number, and their embedding_model."""
+        """Its facts: their number, their embedding_model, and `newest` as a `FactStore` has it."""
 
     def rank_many(
         self,
@@ -281,6 +284,11 @@ def rank_many(
             (found[i],) = retriever.qualified([session], [asked[i].gates], view)
     questions = [Question(*each, retriever, view) for each in zip(sessions, states, asked, found, strict=True)]
     return [each.ranking(k, factors) for each in _with_likely(questions, view, factors, k)]
+
+
+def newest_in(retriever: Retriever | Ranks) -> int:
+    """The sequence number of the newest fact that a retriever ranks, -1 where that is not known (reading R37)."""
+    return int(getattr(getattr(retriever, "store", None), "newest", -1))
 
 
 def _with_likely(questions: list[Question], view: StoreView, factors: Float64 | None, k: int | None) -> list[Question]:
@@ -409,6 +417,7 @@ class Question:
             store_version=self.view.version,
             considered=len(self.view),
             filter=self.view.filter,
+            newest=self.view.newest,
         )
 
     @cached_property

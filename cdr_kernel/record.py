@@ -26,13 +26,14 @@ class RunRecord:
     sub-queries with a labelled fact (`fact_ids`) in a window written so far; None where the task has no labels.
     Only the part of a topic that reached an envelope is known, not whether a writer made anything of it.
 
-    map: where facts lie, for reports; without one no fact has a place.
+    map: where facts lie, for reports; without one no fact has a place. output: see `Window.document`, of the last one.
     """
 
     def __init__(self, task: Task, map: StoreMap | None = None) -> None:
         self.task = task
         self.map = map
         self.windows: list[dict[str, Any]] = []
+        self.output: str | None = None
         self._packed: set[str] = set()
 
     @property
@@ -101,6 +102,7 @@ class RunRecord:
             "output": window.output,
         }
         self.windows.append(record)
+        self.output = window.document
         return record
 
     def _reached(self) -> int | None:
@@ -142,6 +144,7 @@ class RunRecord:
             "store": dict(store),
             "map": None if self.map is None else self.map.as_dict(),
             "windows": self.windows,
+            "document": self.output,
         }
 
 

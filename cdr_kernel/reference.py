@@ -6,8 +6,8 @@ Standard library only, one fact at a time, never tuned.
 
     ranking = cdr_rank(facts, query_embedding, session)      # gate, score, sort
     envelope = ranking[:8]                                   # whatever packing picks
-    update_session_after_window(session, report, output)     # coverage, residual, blacklist, count
-    should_stop(session, report, envelope)                   # the four exits
+    update_session_after_window(session, report, output, envelope)   # coverage, residual, blacklist, count
+    should_stop(session)                                     # the four exits
 
 A vector is any sequence of finite floats that are not all zero. Everything is computed in float64.
 """
@@ -133,11 +133,23 @@ class Scored:
 
 
 @dataclass
+class EnvelopeTest:
+    """What exit 3 says of one envelope: its ratio, and why the store counts as exhausted ("" where it does not).
+
+    `newest`: the sequence number of the newest fact in the store that was ranked, -1 where there was none (R37).
+    """
+
+    ratio: float
+    detail: str
+    newest: int
+
+
+@dataclass
 class Exit:
     """What `should_stop` says.
 
     `reason` is one of EXIT_REASONS or None; `also` lists the other exits that are true; `detail` says why
-    exhaustion is true and is empty otherwise; `novelty_ratio` is None when no envelope was given.
+    exhaustion is true and is empty otherwise; `novelty_ratio` is None as long as no envelope is known.
     """
 
     stop: bool
@@ -154,7 +166,8 @@ class ReferenceSession:
 
     `window_count` counts completed windows and starts at 0 (R15). `max_windows` is 1 to 20 (R16).
     `completeness` is the last one reported. `first_window_pull`: R1. `clamp_novelty`: R3.
-    `exhaustion`: "score" or "novelty" (R11).
+    `exhaustion`: "score" or "novelty" (R11). `residual_depth`: R36. `last_envelope`: what exit 3 said of the
+    last envelope, None before the first (R37). `outputs`: those of the windows, in order (§6, exits 1 and 2).
     """
 
     task_sub_queries: Sequence[SubQuery] = ()
@@ -170,10 +183,15 @@ class ReferenceSession:
     first_window_pull: bool = False
     clamp_novelty: bool = False
     exhaustion: str = "score"
+    residual_depth: float = 0.0
+    last_envelope: EnvelopeTest | None = None
+    outputs: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_windows <= MAX_WINDOWS_LIMIT:
             raise ValueError(f"max_windows must be 1 to {MAX_WINDOWS_LIMIT}, got {self.max_windows}")
+        if not 0.0 <= self.residual_depth <= 1.0:
+            raise ValueError(f"residual_depth must be in [0, 1], got {self.residual_depth}")
         if self.residual_set is None:
             self.residual_set = list(self.task_sub_queries)
 
@@ -189,6 +207,8 @@ class ReferenceSession:
         self.ngram_blacklist = set()
         self.window_count = 0
         self.completeness = 0.0
+        self.last_envelope = None
+        self.outputs = []
 
 
 # Exact arithmetic
@@ -375,13 +395,25 @@ def depth_from_words(actual: float, expected: float) -> float:
     return min(MAX_DEPTH_FROM_WORDS, actual / expected)
 
 
-def update_session_after_window(session: ReferenceSession, report: Report, window_output: str) -> None:
+def depth_of(sub_query_id: str, entries: Sequence[Entry]) -> float:
+    """How thoroughly a sub-query was addressed so far: the sum of its entries' depths, at most 1."""
+    return min(1.0, math.fsum(entry.depth_weight for entry in entries if entry.sub_query_id == sub_query_id))
+
+
+def update_session_after_window(
+    session: ReferenceSession,
+    report: Report,
+    window_output: str,
+    envelope: Sequence[Scored] | None = None,
+    newest: int = -1,
+) -> None:
     """§7.2: coverage set, residual set, n-gram blacklist and window count after a completed window.
 
-    R8: what is addressed leaves the residual set that is there. R15: the entries carry the 1-based number of
-    the window that just ended. R19: a sub-query addressed again is appended again. R33: a depth that is not
-    reported is 0.5. ValueError, and the session unchanged, for an unknown id, a depth or a completeness
-    outside [0, 1].
+    R8: what is addressed leaves the residual set that is there; R36: with `residual_depth` only once its depth
+    reaches that. R15: the entries carry the 1-based number of the window that just ended. R19: a sub-query
+    addressed again is appended again. R33: a depth that is not reported is 0.5. R37: what exit 3 says of the
+    envelope is remembered; newest: see `EnvelopeTest`. ValueError, and the session unchanged, for an unknown
+    id, a depth or a completeness outside [0, 1].
     """
     by_id = {sub_query.id: sub_query for sub_query in session.task_sub_queries}
     for name in (*report.addressed, *report.depth_by_sub_query):
@@ -401,11 +433,20 @@ def update_session_after_window(session: ReferenceSession, report: Report, windo
         for name in report.addressed
     ]
 
+    tested = known_test(session, envelope, newest)
+
     session.coverage_set = [*session.coverage_set, *new_entries]
-    session.residual_set = [sub_query for sub_query in session.remaining if sub_query.id not in report.addressed]
+    session.residual_set = [
+        sub_query
+        for sub_query in session.remaining
+        if sub_query.id not in report.addressed
+        or depth_of(sub_query.id, session.coverage_set) < session.residual_depth - EXIT_SLACK
+    ]
     session.ngram_blacklist = session.ngram_blacklist | ngrams(tokenize(window_output))
     session.window_count += 1
     session.completeness = report.completeness_score
+    session.last_envelope = tested
+    session.outputs = [*session.outputs, window_output]
 
 
 # §4: the Residual Task Anchor
@@ -541,46 +582,92 @@ def novelty_ratio(envelope: Sequence[Scored], exhaustion: str = "score") -> floa
         return math.ldexp(min(mean, math.ldexp(max(ratios), -64)), 64)  # rounding may lift it above the largest
 
 
+def newest_of(facts: Sequence[Fact]) -> int:
+    """The sequence number of the newest fact, -1 where there is none (R26, R37)."""
+    numbers = (i if fact.sequence is None else fact.sequence for i, fact in enumerate(facts))
+    return max(numbers, default=-1)
+
+
+def known_test(session: ReferenceSession, envelope: Sequence[Scored] | None, newest: int) -> EnvelopeTest | None:
+    """R37: what exit 3 says of this envelope, of the last one where none is given, None where there was none.
+
+    A store that was exhausted stays so, whatever is asked of it, until facts come: an envelope counts then only
+    if the newest fact of its store is newer than that of the last envelope's.
+    """
+    last = session.last_envelope
+    if envelope is None:
+        return last
+    ratio, detail = novelty_ratio(envelope, session.exhaustion), ""
+    if not envelope:
+        detail = "no fact passed the relevance gate"
+    elif all(scored.relevance <= 0.0 for scored in envelope):
+        detail = "no packed fact has a relevance above zero"
+    elif ratio < EXHAUSTION_RATIO - EXIT_SLACK:
+        detail = f"the mean novelty ratio {ratio:.3f} is below {EXHAUSTION_RATIO}"
+    if not detail and last is not None and last.detail and newest <= last.newest:
+        return last
+    return EnvelopeTest(ratio, detail, newest)
+
+
 def should_stop(
-    session: ReferenceSession, report: Report | None = None, envelope: Sequence[Scored] | None = None
+    session: ReferenceSession,
+    report: Report | None = None,
+    envelope: Sequence[Scored] | None = None,
+    newest: int = -1,
 ) -> Exit:
     """§6, §7.1: the four exits, tested on the session as it is now (R15: after the update).
 
     R10: `reason` is the first true exit in the order of §6, `also` the other true ones, and `escalate` is
-    true whenever the safety budget is used up. R9: what remains may be marginal. R32: before a window there
-    is no report, and without one exit 1 is not tested; without an envelope exit 3 is not.
+    true whenever the safety budget is used up. R9: what remains may be marginal. R37: without a report
+    the completeness last reported counts, without an envelope what is remembered of the last one. R32: before the
+    first report exit 1 is not tested, and before the first envelope exit 3 is not. newest: see `EnvelopeTest`.
 
     R10's slack goes to what is mathematically equal to its limit: a completeness of .92 and a budget of .10
     count as reached, a ratio of .15 does not count as below.
     """
-    ratio = None if envelope is None else novelty_ratio(envelope, session.exhaustion)
-    exhausted = ratio is not None and ratio < EXHAUSTION_RATIO - EXIT_SLACK
+    completeness = session.completeness if report is None else report.completeness_score
+    reported = report is not None or session.window_count > 0
+    tested = known_test(session, envelope, newest)
     depleted = session.safety_budget <= SAFETY_BUDGET_FLOOR + EXIT_SLACK
     true = {
-        TASK_COMPLETE: report is not None
-        and report.completeness_score >= session.completion_threshold - EXIT_SLACK
+        TASK_COMPLETE: reported
+        and completeness >= session.completion_threshold - EXIT_SLACK
         and all(sub_query.marginal for sub_query in session.remaining),
         LIMIT_REACHED: session.window_count >= session.max_windows,
-        CKF_EXHAUSTED: exhausted,
+        CKF_EXHAUSTED: tested is not None and tested.detail != "",
         SAFETY_BUDGET_DEPLETED: depleted,
     }
     reasons = [reason for reason in EXIT_REASONS if true[reason]]
-    detail = ""
-    if exhausted:
-        if not envelope:
-            detail = "no fact passed the relevance gate"
-        elif all(scored.relevance <= 0.0 for scored in envelope):
-            detail = "no packed fact has a relevance above zero"
-        else:
-            detail = f"the mean novelty ratio {ratio:.3f} is below {EXHAUSTION_RATIO}"
     return Exit(
         stop=bool(reasons),
         reason=reasons[0] if reasons else None,
         also=tuple(reasons[1:]),
         escalate=depleted,
-        detail=detail,
-        novelty_ratio=ratio,
+        detail="" if tested is None else tested.detail,
+        novelty_ratio=None if tested is None else tested.ratio,
     )
+
+
+def has_ended(session: ReferenceSession, newest: int = -1) -> bool:
+    """§6, R37: whether another window is refused.
+
+    A session ends by an exit that is true after a window or for an envelope that is remembered. One that ended by
+    exhaustion alone may rank again once the store has newer facts. newest: of the store to be ranked next.
+    """
+    last = session.last_envelope
+    if session.window_count == 0 and last is None:
+        return False
+    exit = should_stop(session)
+    new_facts = exit.reason == CKF_EXHAUSTED and not exit.also and last is not None and newest > last.newest
+    return exit.stop and not new_facts
+
+
+def assemble(outputs: Sequence[str]) -> str:
+    """§6, exits 1 and 2: the final output, which is those of the windows in order, a blank line between two.
+
+    Line ends around an output go, and so does an output without text.
+    """
+    return "\n\n".join(output.strip("\r\n") for output in outputs if output.strip())
 
 
 # §8 and §9: headers and the guarantee
@@ -915,8 +1002,8 @@ def needs(session: CalibratedSession) -> list[float]:
     """
     found = []
     for item in session.task_sub_queries:
-        depth = math.fsum(e.depth_weight for e in session.coverage_set if e.sub_query_id == item.id)
-        found.append(max(session.need_floor, 1.0 - min(1.0, min(1.0, depth) / MAX_DEPTH_FROM_WORDS)))
+        depth = depth_of(item.id, session.coverage_set)
+        found.append(max(session.need_floor, 1.0 - min(1.0, depth / MAX_DEPTH_FROM_WORDS)))
     return found if any(found) else [1.0] * len(found)
 
 

@@ -3,7 +3,7 @@
     session = Session(sub_queries, embedding_model="all-MiniLM-L6-v2")
     columns = session.columns(query)                         # what the next window asks of the store
     session.update(report, output, envelope=envelope)        # after the window was written (§7.2)
-    session.exit(report, envelope)                           # §6
+    session.exit()                                           # §6
 
 Every check comes before every change: an error leaves the session as it was.
 """
@@ -18,14 +18,22 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import session_json, session_token
 from cdr_kernel.arrays import as_vector
-from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_order, check_text
+from cdr_kernel.checks import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_order,
+    check_strings,
+    check_text,
+)
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import (
     CDR_MIN_RELEVANCE,
@@ -46,16 +54,39 @@ from cdr_kernel.constants import (
 )
 from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
+from cdr_kernel.pack import Envelope
 from cdr_kernel.session_token import NumberedStore, SessionToken
 from cdr_kernel.steps import finish
 from cdr_kernel.store import EmbeddingModelMismatch
-from cdr_kernel.task import MOST_WORDS, Calibrated, CoverageEntry, Exit, Feedback, SessionState, SubQuery, WindowReport
+from cdr_kernel.task import (
+    EXHAUSTIONS,
+    MOST_WORDS,
+    Calibrated,
+    CoverageEntry,
+    EnvelopeTest,
+    Exit,
+    Feedback,
+    SessionEnded,
+    SessionState,
+    SubQuery,
+    WindowReport,
+    check_outputs,
+)
 
-if TYPE_CHECKING:
-    from cdr_kernel.pack import Envelope
 MODES = ("spec", "calibrated")
 _DEFAULT_GATE = float(str(CDR_MIN_RELEVANCE))  # an object of its own, so that the same number given is told from it
-EXHAUSTIONS = ("score", "novelty")
+_LONGEST_DETAIL = 200
+"""Characters that a session remembers of an envelope's `Exit.detail`."""
+_INSTEAD = {
+    "max_windows": "raise it with session.extend(max_windows=...)",
+    "sub_queries": "add to them with session.extend(sub_queries=...)",
+}
+_SETTINGS = """
+sub_queries dim task_key id embedding_model mode calibrated min_relevance max_windows completion_threshold
+first_window_pull clamp_novelty exhaustion exclude_packed residual_depth keep_outputs
+"""
+_FIXED = frozenset(_SETTINGS.split())
+"""Settings: attributes that nobody assigns once a session is made."""
 
 
 class Session:
@@ -70,6 +101,10 @@ class Session:
     first_window_pull: residual pull while nothing is covered (R1: off). clamp_novelty: novelty <= 1 in scores
     (R3: off). exhaustion: "score" is exit 3 literally, "novelty" keeps importance out of it (R11).
     exclude_packed: never pack a fact twice (R20: off).
+    residual_depth: in [0, 1]; a sub-query leaves the residual only when its depth, the sum of the depths reported for
+    it, reaches this (R36; 0: when it is addressed at all).
+    keep_outputs: whether the session holds the text of every window (`session.outputs`), up to
+    `MOST_OUTPUT_CHARACTERS` in all, and its JSON does (R40: off).
     guard: the n-gram guard (§5), which is copied; None makes an empty one (mode "calibrated": none), False turns it
     off. Its tokenizer and hash key must be the store's.
     id: names the session; a random hex string unless given.
@@ -81,9 +116,13 @@ class Session:
     Literal exit 3 ("score") can fire through importance or the n-gram penalty only, since novelty never falls
     below 0.20; a warning says so when importance alone would end window 1.
 
-    Raises ValueError or TypeError that name what is wrong. The settings are fixed once made; `safety_budget`
-    alone can be assigned.
+    Raises ValueError or TypeError that name what is wrong. The settings are fixed once made, to assign one is an
+    AttributeError; `safety_budget` alone can be assigned. `extend` raises max_windows and adds sub-queries.
     """
+
+    sub_queries: tuple[SubQuery, ...]
+    dim: int
+    task_key: str
 
     def __init__(
         self,
@@ -99,6 +138,8 @@ class Session:
         clamp_novelty: bool = False,
         exhaustion: str = "score",
         exclude_packed: bool = False,
+        residual_depth: float = 0.0,
+        keep_outputs: bool = False,
         guard: NGramGuard | Literal[False] | None = None,
         id: str | None = None,
         gate: float | None = None,
@@ -113,27 +154,7 @@ class Session:
         centred_coverage: bool | None = None,
         min_new_share: float | None = None,
     ) -> None:
-        check_order(sub_queries, "sub_queries")
-        self.sub_queries = tuple(sub_queries)
-        for item in self.sub_queries:
-            if not isinstance(item, SubQuery):
-                raise TypeError(f"sub_queries must hold SubQuery objects, got {type(item).__name__}")
-        if not self.sub_queries:
-            raise ValueError("a session needs at least one sub-query, got none")
-        self._index = {item.id: i for i, item in enumerate(self.sub_queries)}
-        if len(self._index) < len(self.sub_queries):
-            raise ValueError(f"sub-query ids must be unique, got {[item.id for item in self.sub_queries]}")
-        self.dim = len(self.sub_queries[0].embedding)
-        for item in self.sub_queries:
-            if len(item.embedding) != self.dim:
-                raise ValueError(
-                    f"all sub-queries must have one dimension: {self.sub_queries[0].id!r} has {self.dim}, "
-                    f"{item.id!r} has {len(item.embedding)}"
-                )
-        self._embeddings = np.stack([item.embedding for item in self.sub_queries])
-        self._embeddings.setflags(write=False)
-        texts = "\0".join(item.text for item in self.sub_queries).encode("utf-8", "surrogatepass")
-        self.task_key = hashlib.sha256(self._embeddings.tobytes() + texts).hexdigest()
+        self._set_task(_checked_items(sub_queries))
         self.id = uuid.uuid4().hex if id is None else check_text(id, "id")
         self.embedding_model = check_text(embedding_model, "embedding_model")
         self.mode = check_choice(mode, "mode", MODES)
@@ -183,6 +204,8 @@ class Session:
         self.clamp_novelty = check_bool(clamp_novelty, "clamp_novelty")
         self.exhaustion = check_choice(exhaustion, "exhaustion", EXHAUSTIONS)
         self.exclude_packed = check_bool(exclude_packed, "exclude_packed")
+        self.residual_depth = check_number(residual_depth, "residual_depth", 0.0, 1.0)
+        self.keep_outputs = check_bool(keep_outputs, "keep_outputs")
         budget = check_number(safety_budget, "safety_budget", 0.0, 1.0)
         own: NGramGuard | None
         if guard is None and self.mode == "spec":
@@ -197,6 +220,17 @@ class Session:
         self._warned = False
         self._warned_of_gate = False
         self._state = self._fresh_state(own, budget)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in self.__dict__:
+            instead = _INSTEAD.get(name, f"make a Session with another {name}")
+            raise AttributeError(f"{name} of a session is fixed once it is made: {instead}")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _FIXED:
+            raise AttributeError(f"{name} of a session is fixed once it is made: it cannot be deleted")
+        super().__delattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}
@@ -254,8 +288,16 @@ class Session:
 
     @property
     def guard(self) -> NGramGuard | None:
-        """The n-gram guard as it is now, None when it is off. An update puts another one in its place."""
+        """The n-gram guard as it is now, None when it is off. An update puts another one in its place.
+
+        It can be read and copied; what would change it is a TypeError.
+        """
         return self._state.guard
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The texts of all windows so far, where `keep_outputs` is on (R40); else empty."""
+        return self._state.outputs
 
     @property
     def safety_budget(self) -> float:
@@ -299,10 +341,8 @@ class Session:
         """
         state = self._state if state is None else state
         floor = NEED_FLOOR if self.calibrated is None else self.calibrated.need_floor
-        reported: list[list[float]] = [[] for _ in self.sub_queries]
-        for entry in state.coverage:
-            reported[self._index[entry.sub_query_id]].append(entry.depth_weight)
-        depth = np.minimum(1.0, [math.fsum(depths) for depths in reported])
+        reported = _depths(state.coverage)
+        depth = np.array([reported.get(item.id, 0.0) for item in self.sub_queries])
         need = np.maximum(floor, 1.0 - np.minimum(1.0, depth / MAX_DEPTH_FROM_WORDS))
         return need if need.any() else np.ones_like(need)
 
@@ -312,20 +352,24 @@ class Session:
         output: str,
         *,
         envelope: Envelope | None = None,
+        packed: Sequence[str] | None = None,
         embedding_model: str | None = None,
     ) -> None:
         """§7.2 after a completed window: coverage, residual, blacklist, words and window count.
 
-        output: the window's text, for the blacklist. envelope: its facts are remembered as packed, and in the
-        calibrated mode the first one fixes the task's direction.
+        output: the window's text, for the blacklist. envelope: its facts are remembered as packed, what exit 3 says of
+        it too, and in the calibrated mode the first one fixes the task's direction. packed: ids of the facts that the
+        window got, in place of those of the envelope.
         embedding_model: the model the update comes from, here or in the report (R18).
 
-        What is addressed leaves the residual (R8), and is appended again when it was addressed before (R19).
+        This records alone (R37): a session that has ended takes an update too. What is addressed leaves the residual
+        (R8; R36: once its depth reaches residual_depth), and is appended again when it was addressed before (R19).
         Everything is checked first, so an error leaves the session as it was: EmbeddingModelMismatch for
         another model or none; ValueError for an unknown sub-query, an id addressed twice, a depth of an id
-        that was not addressed, a number out of range; TypeError for a wrong type.
+        that was not addressed, a number out of range, more text than `keep_outputs` takes; TypeError for a wrong type,
+        such as a ranking that was not packed.
         """
-        finish(self.update_steps(report, output, envelope=envelope, embedding_model=embedding_model))
+        finish(self.update_steps(report, output, envelope=envelope, packed=packed, embedding_model=embedding_model))
 
     def update_steps(
         self,
@@ -333,24 +377,34 @@ class Session:
         output: str,
         *,
         envelope: Envelope | None = None,
+        packed: Sequence[str] | None = None,
         embedding_model: str | None = None,
     ) -> Generator[None, None, None]:
         """`update` in steps (see `steps`): the output's n-grams are read in pieces, then everything changes in one."""
         completeness, depths, words = self._check_report(report)
         check_text(output, "output", empty=True)
+        if envelope is not None:
+            _check_envelope(envelope)
         named = {embedding_model, report.embedding_model}
         for name in named - {None} or named:
             if name != self.embedding_model:
                 own = self.embedding_model
                 advice = f"the session is of {own!r}: update it with vectors of that, named here or in the report"
                 raise EmbeddingModelMismatch("the update of a session", own, name, advice)
-        fact_ids = () if envelope is None else tuple(fact.id for fact in envelope.facts)
+        fact_ids = [] if envelope is None else envelope.ranking.ids
+        if packed is not None:
+            if not isinstance(packed, Sequence):
+                raise TypeError(f"packed must be a sequence of ids, got {type(packed).__name__}")
+            fact_ids = check_strings(packed, "packed")
         found = None if envelope is None or self.calibrated is None else envelope.ranking.feedback
         reader = self._state.guard
         ngrams = None if reader is None else (yield from reader.window_steps(output))
         with self._lock:
             before = self._state
             number = before.window_count + 1
+            outputs = before.outputs
+            if self.keep_outputs:
+                outputs = check_outputs((*outputs, output))
             guard = before.guard
             if guard is not None and ngrams is not None:
                 guard = guard.copy()
@@ -366,36 +420,35 @@ class Session:
                 packed={**before.packed, **dict.fromkeys(fact_ids, number)},
                 guard=guard,
                 feedback=_fixed(before.feedback, found),
+                last_envelope=self._known_test(before, envelope),
+                outputs=outputs,
             )
 
     def exit(self, report: WindowReport | None = None, envelope: Envelope | None = None) -> Exit:
-        """§6: the four exits, tested on the session as it is now (R9 to R12, R15).
+        """§6: the four exits, tested on the session as it is now (R9 to R12, R15, R37).
 
-        Before a window there is no report (R32): completion is then not tested. Without an envelope
-        exhaustion is not tested. What equals its limit up to 1e-9 counts as equal (R10): a budget of 0.10 and
-        a completeness at the threshold fire, a ratio of 0.15 does not. Changes nothing; raises as `update`
-        does for a completeness that is no number in [0, 1], and as `Envelope.check_fits` for an envelope that is
-        empty because `token_budget`, `max_facts` or k is too small (R39).
+        report, envelope: None takes what the session remembers of the last ones. Before the first report completion is
+        not tested, before the first envelope exhaustion is not (R32). A store that was exhausted stays so, whatever
+        envelope is given, until its ranking saw newer facts than the last one's.
+        What equals its limit up to 1e-9 counts as equal (R10): a budget of 0.10 and a completeness at the threshold
+        fire, a ratio of 0.15 does not. Changes nothing; raises as `update` does for a completeness that is no number in
+        [0, 1], for what is no envelope, and as `Envelope.check_fits` for one that is empty because `token_budget`,
+        `max_facts` or k is too small (R39).
         """
-        if envelope is not None:
-            envelope.check_fits()
-        completeness = None if report is None else self._check_completeness(report)
         state = self._state
-        if envelope is None:
-            ratio, exhausted = None, False
-        elif self.calibrated is None:
-            ratio = envelope.novelty_ratio(self.exhaustion)
-            exhausted = ratio < EXHAUSTION_RATIO - EXIT_SLACK
-        else:
-            ratio = envelope.new_share
-            exhausted = not len(envelope.ranking) or ratio < self.calibrated.min_new_share - EXIT_SLACK
+        completeness = state.completeness if report is None else self._check_completeness(report)
+        reported = report is not None or state.window_count > 0
+        if envelope is not None:
+            _check_envelope(envelope)
+            envelope.check_fits()
+        tested = self._known_test(state, envelope)
         depleted = state.safety_budget <= SAFETY_BUDGET_FLOOR + EXIT_SLACK
         true = {
-            TASK_COMPLETE: completeness is not None
+            TASK_COMPLETE: reported
             and completeness >= self.completion_threshold - EXIT_SLACK
             and all(item.marginal for item in state.residual),
             LIMIT_REACHED: state.window_count >= self.max_windows,
-            CKF_EXHAUSTED: exhausted,
+            CKF_EXHAUSTED: tested is not None and tested.detail != "",
             SAFETY_BUDGET_DEPLETED: depleted,
         }
         reasons = [reason for reason in EXIT_REASONS if true[reason]]
@@ -406,9 +459,60 @@ class Session:
             reason=reasons[0] if reasons else None,
             also=tuple(reasons[1:]),
             escalate=depleted,
-            detail="" if envelope is None or not exhausted else self._exhaustion_detail(state, envelope, ratio),
-            novelty_ratio=ratio,
+            detail="" if tested is None else tested.detail,
+            novelty_ratio=None if tested is None else tested.ratio,
         )
+
+    def before_window(self, envelope: Envelope) -> Exit:
+        """The exits before a window is written, tested on its envelope (R32): what `exit(envelope=envelope)` says.
+
+        Where one is true, the session has ended and remembers what exit 3 said of this envelope (R37).
+        """
+        exit = self.exit(envelope=envelope)
+        if exit.stop:
+            with self._lock:
+                self._state = replace(self._state, last_envelope=self._known_test(self._state, envelope))
+        return exit
+
+    def check_open(self, newest: int = -1) -> None:
+        """Raise SessionEnded where the session has ended, so that no other window begins (R37).
+
+        It has ended when an exit is true after a window, or for an envelope that `before_window` remembered.
+        newest: the sequence number of the newest fact in the store that is to be ranked next (`store.newest`). A
+        session that ended by exhaustion alone may rank again once there are newer facts than at its last envelope.
+        """
+        state = self._state
+        last = state.last_envelope
+        if state.window_count == 0 and last is None:
+            return
+        exit = self.exit()
+        new_facts = last is not None and newest > last.newest
+        if exit.stop and not (exit.reason == CKF_EXHAUSTED and not exit.also and new_facts):
+            raise SessionEnded(self.id, exit)
+
+    def extend(self, *, max_windows: int | None = None, sub_queries: Iterable[SubQuery] = ()) -> None:
+        """Raise the limit of windows, or give the task more sub-queries: both may open a session that has ended (R37).
+
+        max_windows: at least the present one, 20 at most (R16). sub_queries: with ids that the task does not have yet,
+        of its dimension; they remain to be addressed. Do not add any while another thread ranks for the session.
+        ValueError or TypeError that say what is wrong, and nothing changed.
+        """
+        more = _checked_items((*self.sub_queries, *_items(sub_queries)))
+        limit = self.max_windows
+        if max_windows is not None:
+            limit = check_integer(max_windows, "max_windows", 1, MAX_WINDOWS_LIMIT)
+        if limit < self.max_windows:
+            raise ValueError(f"max_windows must be at least the present {self.max_windows}, got {limit}")
+        with self._lock:
+            self.__dict__["max_windows"] = limit
+            if len(more) > len(self.sub_queries):
+                state = self._state
+                self._set_task(more)
+                self._state = replace(
+                    state,
+                    residual=self._remaining(state.coverage),
+                    words={**dict.fromkeys(self._index, 0), **state.words},
+                )
 
     def reset(self) -> None:
         """§2.7, R17: back to before the first window. The id, the model, the settings and what is left of the
@@ -443,9 +547,9 @@ class Session:
         twin = self.snapshot()
         twin._state = state
         if gate is not None and self.calibrated is not None:
-            twin.calibrated = replace(self.calibrated, gate=gate, min_qualified=0)
+            twin.__dict__["calibrated"] = replace(self.calibrated, gate=gate, min_qualified=0)
         elif gate is not None:
-            twin.min_relevance = gate
+            twin.__dict__["min_relevance"] = gate
         return twin
 
     def merge(self, branches: Sequence[Session]) -> None:
@@ -454,7 +558,9 @@ class Session:
         Coverage entries are appended in branch order with the window numbers the branches gave them. Window
         counts and words: this session's plus what each branch added. Completeness: the largest. Safety
         budget: this session's less what each branch spent, 0 at least. Blacklist and packed facts: united,
-        the latest window. The task's direction: this session's, else the first branch's that has one.
+        the latest window. The task's direction: this session's, else the first branch's that has one. Outputs: in
+        branch order. The last envelope: the last of the branches' in which the store was not exhausted, else the last;
+        this session's where no branch ranked.
 
         ValueError, and nothing changed, for a branch that does not continue this session's state (one with
         more safety budget included), or that comes twice. TypeError for what is no session.
@@ -495,6 +601,7 @@ class Session:
             if guard is not None and state.guard is not None:
                 guard.merge(state.guard)
             yield
+        outputs = check_outputs((*base.outputs, *(t for s in states for t in s.outputs[len(base.outputs) :])))
         spent = math.fsum(base.safety_budget - state.safety_budget for state in states)
         return SessionState(
             coverage=coverage,
@@ -506,6 +613,8 @@ class Session:
             guard=guard,
             safety_budget=max(0.0, base.safety_budget - spent),
             feedback=_fixed(base.feedback, next((s.feedback for s in states if s.feedback is not None), None)),
+            last_envelope=_last_of(base, states),
+            outputs=outputs,
         )
 
     def anchor(self, max_chars: int | None = None) -> str:
@@ -551,7 +660,8 @@ class Session:
 
         It has the settings, the counters, coverage, words, and a SHA-256 of all of it and of the sub-queries. The facts
         of the calibrated mode's direction are in it too, and the packed facts under `exclude_packed` or a
-        `packed_penalty`. It has no texts, no embeddings and no blacklist.
+        `packed_penalty`. It has no texts, no embeddings and no blacklist. Of the outputs that are
+        kept it has a SHA-256, and of the last envelope what exit 3 said.
 
         Args:
             store: The `FactStore` or `ShardedStore` of the session's facts. They are named by their numbers there,
@@ -597,6 +707,7 @@ class Session:
         guard: NGramGuard | None = None,
         store: NumberedStore | None = None,
         blob: bytes | None = None,
+        outputs: Sequence[str] | None = None,
     ) -> Self:
         """The session behind a token, given the task's sub-queries again.
 
@@ -611,15 +722,26 @@ class Session:
                 empty one, or none where the session had none.
             store: The store whose numbers the token uses, as it is now. None where it was made without one.
             blob: What `token_and_blob` returned beside the token.
+            outputs: `session.outputs`, needed where the session keeps them: the token has only their digest (R40).
 
         Raises:
             EmbeddingModelMismatch: For another model.
-            ValueError: For other sub-queries, another store or blob, and for anything that `token` does not write.
+            ValueError: For other sub-queries or outputs, another store or blob, and for anything that `token` does not
+                write.
                 `session_token.StoreBehind` where the store has not seen all facts of the token yet.
         """
-        return session_token.from_token(
-            cls, token, sub_queries, embedding_model=embedding_model, guard=guard, store=store, blob=blob
-        )
+        rest: dict[str, Any] = {"guard": guard, "store": store, "blob": blob, "outputs": outputs}
+        return session_token.from_token(cls, token, sub_queries, embedding_model=embedding_model, **rest)
+
+    def _set_task(self, items: tuple[SubQuery, ...]) -> None:
+        """Take these sub-queries, which are checked, for the task."""
+        embeddings = np.stack([item.embedding for item in items])
+        embeddings.setflags(write=False)
+        texts = "\0".join(item.text for item in items).encode("utf-8", "surrogatepass")
+        key = hashlib.sha256(embeddings.tobytes() + texts).hexdigest()
+        self._index = {item.id: i for i, item in enumerate(items)}
+        self._embeddings = embeddings
+        self.__dict__.update(sub_queries=items, dim=embeddings.shape[1], task_key=key)
 
     def _fresh_state(self, guard: NGramGuard | None, safety_budget: float) -> SessionState:
         return SessionState(
@@ -637,8 +759,26 @@ class Session:
         return CoverageEntry(sub_query_id, self.sub_queries[self._index[sub_query_id]].embedding, depth, window)
 
     def _remaining(self, coverage: Iterable[CoverageEntry]) -> tuple[SubQuery, ...]:
-        addressed = {entry.sub_query_id for entry in coverage}
-        return tuple(item for item in self.sub_queries if item.id not in addressed)
+        """What is not addressed, or not to the depth that takes it out (R8, R36)."""
+        depths, enough = _depths(coverage), self.residual_depth - EXIT_SLACK
+        return tuple(item for item in self.sub_queries if depths.get(item.id, -1.0) < enough)
+
+    def _known_test(self, state: SessionState, envelope: Envelope | None) -> EnvelopeTest | None:
+        """What exit 3 says of this envelope, of the last one for None, None where there was none (R37)."""
+        last = state.last_envelope
+        if envelope is None or (envelope.ranking.qualified and not len(envelope.ranking)):  # R39: it is no exit
+            return last
+        ranking = envelope.ranking
+        if self.calibrated is None:
+            ratio = envelope.novelty_ratio(self.exhaustion)
+            exhausted = ratio < EXHAUSTION_RATIO - EXIT_SLACK
+        else:
+            ratio = envelope.new_share
+            exhausted = not len(ranking) or ratio < self.calibrated.min_new_share - EXIT_SLACK
+        if not exhausted and last is not None and last.detail and ranking.newest <= last.newest:
+            return last
+        detail = self._exhaustion_detail(state, envelope, ratio)[:_LONGEST_DETAIL] if exhausted else ""
+        return EnvelopeTest(ratio, detail, ranking.newest)
 
     def _check_id(self, value: object, where: str) -> str:
         if not isinstance(value, str):
@@ -727,6 +867,8 @@ class Session:
             raise ValueError(f"{name} has other sub-queries or another embedding model than this session")
         if (base.guard is None) != (state.guard is None):
             raise ValueError(f"{name} and this session must both have an n-gram guard or both have none")
+        if branch.keep_outputs != self.keep_outputs:
+            raise ValueError(f"{name} and this session must both keep outputs or both keep none")
         blacklist_kept = (
             base.guard is None
             or state.guard is None
@@ -739,6 +881,7 @@ class Session:
             and all(state.words[id] >= n for id, n in base.words.items())
             and all(state.packed.get(id, 0) >= n for id, n in base.packed.items())
             and state.safety_budget <= base.safety_budget
+            and state.outputs[: len(base.outputs)] == base.outputs
             and blacklist_kept
             and (base.feedback is None or (state.feedback or base.feedback).fact_ids == base.feedback.fact_ids)
         )
@@ -752,3 +895,51 @@ class Session:
 def _fixed(held: Feedback | None, found: Feedback | None) -> Feedback | None:
     """What is held stays; only a direction that is missing is taken over."""
     return found if held is None or (held.direction is None and found is not None) else held
+
+
+def _last_of(base: SessionState, branches: Sequence[SessionState]) -> EnvelopeTest | None:
+    """The last envelope after a fan-out: the store has something new as long as a branch found something."""
+    found = [state.last_envelope for state in branches if state.last_envelope != base.last_envelope]
+    tested = [test for test in found if test is not None]
+    useful = [test for test in tested if not test.detail]
+    return (useful or tested)[-1] if tested else base.last_envelope
+
+
+def _depths(coverage: Iterable[CoverageEntry]) -> dict[str, float]:
+    """How thoroughly each sub-query was addressed: the sum of the depths reported for it, at most 1."""
+    reported: dict[str, list[float]] = {}
+    for entry in coverage:
+        reported.setdefault(entry.sub_query_id, []).append(entry.depth_weight)
+    return {id: min(1.0, math.fsum(depths)) for id, depths in reported.items()}
+
+
+def _items(sub_queries: Iterable[SubQuery]) -> tuple[SubQuery, ...]:
+    items = tuple(sub_queries)
+    for item in items:
+        if not isinstance(item, SubQuery):
+            raise TypeError(f"sub_queries must hold SubQuery objects, got {type(item).__name__}")
+    return items
+
+
+def _checked_items(sub_queries: Iterable[SubQuery]) -> tuple[SubQuery, ...]:
+    """The sub-queries of a task: at least one, with ids of their own, of one dimension."""
+    items = _items(sub_queries)
+    if not items:
+        raise ValueError("a session needs at least one sub-query, got none")
+    ids = [item.id for item in items]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"sub-query ids must be unique, got {ids}")
+    dim = len(items[0].embedding)
+    for item in items:
+        if len(item.embedding) != dim:
+            raise ValueError(
+                f"all sub-queries must have one dimension: {items[0].id!r} has {dim}, "
+                f"{item.id!r} has {len(item.embedding)}"
+            )
+    return items
+
+
+def _check_envelope(envelope: object) -> None:
+    if not isinstance(envelope, Envelope):
+        advice = ": pack it first, as pack_facts(ranking, token_budget)" if type(envelope).__name__ == "Ranking" else ""
+        raise TypeError(f"envelope: expected an Envelope, got {type(envelope).__name__}{advice}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -12,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.checks import check_integer, check_number, check_text
+from cdr_kernel.checks import check_integer, check_number, check_strings, check_text
 from cdr_kernel.ngram import NGramGuard
-from cdr_kernel.task import Calibrated, Feedback, SessionState, SubQuery
+from cdr_kernel.task import Calibrated, EnvelopeTest, Feedback, SessionState, SubQuery, check_outputs
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Session")
 SCHEMA = 1
-_COUNTERS = "window_count completeness safety_budget"
+_COUNTERS = "window_count completeness safety_budget last_envelope"
 
 
 def to_json(session: Session) -> str:
@@ -55,9 +57,10 @@ def to_json(session: Session) -> str:
                 for entry in state.coverage
             ],
             "residual": [item.id for item in state.residual],
-            "words": state.words,
-            "packed": state.packed,
+            "words": dict(state.words),
+            "packed": dict(state.packed),
             "guard": None if state.guard is None else _pack_guard(state.guard),
+            "outputs": list(state.outputs) if session.keep_outputs else None,
             **_counters(state),
             **_feedback_data(session, state),
         }
@@ -82,6 +85,7 @@ def _counters(state: SessionState) -> dict[str, object]:
         "window_count": state.window_count,
         "completeness": state.completeness,
         "safety_budget": state.safety_budget,
+        "last_envelope": _envelope_data(state),
     }
 
 
@@ -107,6 +111,8 @@ def _settings(session: Session) -> dict[str, object]:
             "mode": session.mode,
             "max_windows": session.max_windows,
             "completion_threshold": session.completion_threshold,
+            "residual_depth": session.residual_depth,
+            "keep_outputs": session.keep_outputs,
             **asdict(session.calibrated),
         }
     return {
@@ -119,11 +125,23 @@ def _settings(session: Session) -> dict[str, object]:
         "clamp_novelty": session.clamp_novelty,
         "exhaustion": session.exhaustion,
         "exclude_packed": session.exclude_packed,
+        "residual_depth": session.residual_depth,
+        "keep_outputs": session.keep_outputs,
     }
 
 
+def _envelope_data(state: SessionState) -> list[object] | None:
+    """What is remembered of the last envelope: ratio (null: infinite), newest fact, and why the store is exhausted."""
+    last = state.last_envelope
+    return None if last is None else [last.ratio if math.isfinite(last.ratio) else None, last.newest, last.detail]
+
+
+def _outputs_hash(outputs: Sequence[str]) -> str:
+    return hashlib.sha256(_canonical(list(outputs)).encode("ascii")).hexdigest()
+
+
 def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None) -> S:
-    fields = f"schema id dim settings sub_queries coverage residual words packed guard {_COUNTERS}"
+    fields = f"schema id dim settings sub_queries coverage residual words packed guard outputs {_COUNTERS}"
     _check_fields(data, fields + _extra_fields(data), "the session")
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
@@ -143,7 +161,7 @@ def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None,
     for item in _check_list(data["coverage"], "coverage"):
         _check_fields(item, "sub_query_id depth_weight window_number", "a coverage entry")
         coverage.append((item["sub_query_id"], item["depth_weight"], item["window_number"]))
-    _restore(session, data, coverage, data["words"])
+    _restore(session, data, coverage, data["words"], data["outputs"])
     if data["residual"] != [item.id for item in session.residual]:
         raise ValueError(f"residual must be what coverage leaves, got {data['residual']!r}")
     return session
@@ -160,11 +178,14 @@ def _from_settings(
             settings = {"lexical_feedback_weight": 0.0, "min_qualified": 0, **settings}
         if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
             settings = {**settings, "feedback_weight": None, "lexical_feedback_weight": None}
-    _check_fields(settings, f"embedding_model mode max_windows completion_threshold {own}", "settings")
+    every = "embedding_model mode max_windows completion_threshold residual_depth keep_outputs"
+    _check_fields(settings, f"{every} {own}", "settings")
     return kind(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
 
 
-def _restore(session: Session, data: dict[str, Any], coverage: Iterable[tuple[Any, Any, Any]], words: object) -> None:
+def _restore(
+    session: Session, data: dict[str, Any], coverage: Iterable[tuple[Any, Any, Any]], words: object, outputs: object
+) -> None:
     """Replace the fresh state of a session just made by a stored one, checked. The residual is what coverage leaves."""
     count = check_integer(data["window_count"], "window_count", 0)
     entries = tuple(
@@ -190,7 +211,50 @@ def _restore(session: Session, data: dict[str, Any], coverage: Iterable[tuple[An
         words={id: check_integer(words[id], f"the words of {id!r}", 0) for id in session._index},
         packed=packed,
         feedback=_read_feedback(session, _with_words(data)),
+        last_envelope=_read_envelope(data["last_envelope"]),
+        outputs=_read_outputs(session, outputs, count),
     )
+
+
+def _read_envelope(stored: object) -> EnvelopeTest | None:
+    if stored is None:
+        return None
+    parts = _check_list(stored, "last_envelope")
+    if len(parts) != 3:
+        raise ValueError(f"last_envelope must be null or [ratio, newest, detail], got {stored!r}")
+    ratio, newest, detail = parts
+    ratio = math.inf if ratio is None else check_number(ratio, "the ratio of last_envelope")
+    return EnvelopeTest(
+        ratio,
+        check_text(detail, "the detail of last_envelope", empty=True),
+        check_integer(newest, "the newest fact of last_envelope", -1),
+    )
+
+
+def _read_outputs(session: Session, stored: object, count: int) -> tuple[str, ...]:
+    if not session.keep_outputs:
+        if stored is not None:
+            raise ValueError("outputs must be null where the session does not keep them")
+        return ()
+    texts = check_strings(_check_list(stored, "outputs"), "outputs")
+    if len(texts) != count:
+        raise ValueError(f"outputs must have one text for each of the {count} windows, got {len(texts)}")
+    return check_outputs(tuple(texts))
+
+
+def _token_outputs(stored: object, outputs: Sequence[str] | None) -> list[str] | None:
+    """The outputs that a token names, None where its session keeps none."""
+    if stored is None:
+        if outputs is not None:
+            raise ValueError("outputs: the session of the token keeps none, got some")
+        return None
+    texts = [] if outputs is None else list(outputs)
+    if _outputs_hash(texts) != stored:
+        raise ValueError(
+            "outputs: expected those of the token's session (session.outputs), "
+            f"got {'none' if outputs is None else 'others: the SHA-256 differs'}"
+        )
+    return texts
 
 
 def _with_words(data: dict[str, Any]) -> object:

@@ -4,9 +4,10 @@
     Session.from_token(token, sub_queries, embedding_model="...", store=store, blob=blob)
 
 The token is a head, a newline and a body. The head is canonical JSON in ASCII: id, settings that are not the default,
-counters, and a SHA-256 of everything, the sub-queries included. The body is canonical JSON of what has no number, a
-newline, and bits: words, coverage, packed facts, feedback. Where head and body exceed the limit, the body is the blob,
-the token is the head alone, and the head has the SHA-256 of the blob. Equal states give equal bytes.
+counters, the digest of the outputs where they are kept, and a SHA-256 of everything, the sub-queries included. The
+body is canonical JSON of what has no number, a newline, and bits: words, coverage, packed facts, feedback. Where head
+and body exceed the limit, the body is the blob, the token is the head alone, and the head has the SHA-256 of the blob.
+Equal states give equal bytes.
 
 Facts of a store go by the numbers that they were added with (`FactStore.numbers_of`); the head says whose the numbers
 are. Facts that have no number go by their ids.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -28,7 +29,7 @@ import numpy as np
 from cdr_kernel import session_json
 from cdr_kernel.arrays import Int64
 from cdr_kernel.bit_codes import BitReader, BitWriter
-from cdr_kernel.checks import check_order, check_text
+from cdr_kernel.checks import check_order, check_strings, check_text
 from cdr_kernel.constants import MAX_DEPTH_FROM_WORDS
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.numbering import Numbering
@@ -104,6 +105,8 @@ def token_and_blob(session: Session, store: NumberedStore | None) -> SessionToke
     }
     if origin is not None:
         head["store"] = origin
+    if session.keep_outputs:
+        head["outputs"] = session_json._outputs_hash(state.outputs)
     body = _body(session, state, packed, numbers)
     head["sha256"] = _digest(head, session.sub_queries, body)
     token = session_json._canonical(head).encode("ascii") + b"\n" + body
@@ -141,6 +144,7 @@ def from_token(
     guard: NGramGuard | None = None,
     store: NumberedStore | None = None,
     blob: bytes | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> S:
     """See `Session.from_token`."""
     check_text(embedding_model, "embedding_model")
@@ -152,6 +156,8 @@ def from_token(
     for item in sub_queries:
         if not isinstance(item, SubQuery):
             raise TypeError(f"sub_queries must hold SubQuery objects, got {type(item).__name__}")
+    if outputs is not None:
+        outputs = check_strings(outputs, "outputs")
     head, body = _opened(token, blob)
     try:
         model = head["settings"]["embedding_model"]
@@ -167,8 +173,9 @@ def from_token(
         check_text(head["id"], "id")
         own = session_json._token_guard(head["guard"], guard)
         data = {**head, "settings": _completed(head["settings"])}
+        texts = session_json._token_outputs(head.get("outputs"), outputs)
         session = session_json._from_settings(kind, data, sub_queries, own)
-        _restore(session, data, body, store)
+        _restore(session, data, body, store, texts)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a session token: {error.args[0] if error.args else error}") from error
     return session
@@ -211,7 +218,7 @@ def _opened_head(token: bytes) -> tuple[dict[str, Any], bytes | None]:
         head = session_json._parse(text.decode("ascii"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not a session token: {error}") from error
-    further = [name for name in ("store", "blob") if name in head]
+    further = [name for name in ("store", "blob", "outputs") if name in head]
     session_json._check_fields(head, " ".join([_HEAD, session_json._COUNTERS, *further]), "the head of the token")
     if session_json._canonical(head).encode("ascii") != text:
         raise ValueError("not a session token: its head is not canonical JSON")
@@ -257,7 +264,7 @@ def _default_settings(mode: str) -> dict[str, Any]:
 # The body
 
 
-def _body(session: Session, state: SessionState, packed: dict[str, int], numbers: Sequence[int | None]) -> bytes:
+def _body(session: Session, state: SessionState, packed: Mapping[str, int], numbers: Sequence[int | None]) -> bytes:
     """What is left of the state: JSON of the facts without a number, a newline, and bits.
 
     packed: the packed facts that go in, with their windows. numbers: of them and of the feedback's facts.
@@ -283,7 +290,9 @@ def _body(session: Session, state: SessionState, packed: dict[str, int], numbers
     return session_json._canonical(unnumbered).encode("ascii") + b"\n" + bits.to_bytes()
 
 
-def _restore(session: Session, data: dict[str, Any], body: bytes, store: NumberedStore | None) -> None:
+def _restore(
+    session: Session, data: dict[str, Any], body: bytes, store: NumberedStore | None, outputs: Sequence[str] | None
+) -> None:
     """Replace the fresh state of a session just made by what the head and the body say."""
     text, _, raw = body.partition(b"\n")
     try:
@@ -319,6 +328,7 @@ def _restore(session: Session, data: dict[str, Any], body: bytes, store: Numbere
         {**data, "packed": packed | foreign, "feedback": feedback and [id for id in feedback if id is not None]},
         coverage,
         dict(zip(ids, words, strict=True)),
+        outputs,
     )
 
 

@@ -452,7 +452,7 @@ class ShardedRetriever:
         """The session's name here, and itself without its state."""
         with self._lock:
             found = self._tokens.get(session)
-            if found is None:
+            if found is None or found[1].task_key != session.task_key:  # its sub-queries were extended
                 found = self._tokens[session] = (uuid.uuid4().hex, session.task())
             return found
 
@@ -656,6 +656,7 @@ def _ranking(
         guard_activations=sum(answer.activations for answer in merge.answers),
         coverage_depth=len(state.coverage),
         store_version=window.snapshot.version,
+        newest=window.snapshot.newest,
         complete=not window.missing,
         missing_shards=tuple(sorted(window.missing)),
         considered=None if window.missing else considered,

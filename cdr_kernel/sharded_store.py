@@ -91,12 +91,15 @@ class ThreadReplica:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One version of the facts of all shards: `version` counts changes as a store does, `versions` those of shards."""
+    """One version of the facts of all shards: `version` counts changes as a store does, `versions` those of shards.
+
+    newest: the sequence number of the newest fact, -1 where there was none."""
 
     version: int
     facts: int
     groups: tuple[Group, ...]
     versions: tuple[int, ...]
+    newest: int
 
     @cached_property
     def cache(self) -> dict[str, Any]:
@@ -145,10 +148,11 @@ class ShardedStore:
         self._expires = expires  # whether any fact may
         self._kinds = kinds  # of further columns; None: to be asked of the shards when first needed
         groups = tuple(Group(name, start(name), v, keep=home is not None) for name, v in versions.items())
-        self._snapshot = Snapshot(version, 0, groups, tuple(group.version for group in groups))
+        newest = next_sequence - 1
+        self._snapshot = Snapshot(version, 0, groups, tuple(group.version for group in groups), newest)
         if facts is None:
             facts = sum(self._ask("applied"))
-        self._snapshot = Snapshot(version, facts, groups, self._snapshot.versions)
+        self._snapshot = Snapshot(version, facts, groups, self._snapshot.versions, newest)
 
     @classmethod
     def split(
@@ -303,6 +307,11 @@ class ShardedStore:
     def version(self) -> int:
         """Grows with every change."""
         return self._snapshot.version
+
+    @property
+    def newest(self) -> int:
+        """As ``FactStore.newest``."""
+        return self._snapshot.newest
 
     @property
     def shards(self) -> list[str]:
@@ -595,7 +604,8 @@ class ShardedStore:
         try:
             self._told(changed)
         finally:
-            self._snapshot = Snapshot(now.version + step, now.facts + more, groups, versions)
+            newest = self._next_sequence - 1
+            self._snapshot = Snapshot(now.version + step, now.facts + more, groups, versions, newest)
 
     def _told(self, groups: Sequence[Group], method: str = "applied") -> None:
         calls = [

@@ -208,6 +208,7 @@ class FactStore:
             version=version,
             layout=layout,
             embedding_model=self.embedding_model,
+            newest=self._next_sequence - 1,
             _storage=storage,
         )
 
@@ -256,6 +257,11 @@ class FactStore:
     def version(self) -> int:
         """Grows with every change."""
         return self._view.version
+
+    @property
+    def newest(self) -> int:
+        """The largest sequence number given so far, -1 for none; adding and replacing facts raises it."""
+        return self._view.newest
 
     def __len__(self) -> int:
         return len(self._view)

@@ -46,7 +46,9 @@ class StoreView:
     squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
     ascending. first_sequence: int64 [R], the sequence number with which a fact was added; an upsert keeps it. tokens:
     the token hashes of the texts, for n-gram guards. version: the number of changes the store had seen; layout: how
-    often its rows were renumbered.
+    often its rows were renumbered. newest: the
+    largest sequence number that was given so far, -1 where there was none: it grows when facts are added or replaced,
+    and at no other change.
     """
 
     blocks: Blocks
@@ -59,6 +61,7 @@ class StoreView:
     version: int
     layout: int
     embedding_model: str
+    newest: int
     _storage: Storage = field(repr=False)
     selection: bytes = b""
     """What tells a view of some facts (`select`) from one of others, b"" for a view of all: the mapping of names to

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +15,28 @@ from cdr_kernel.arrays import as_vector
 from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text
 from cdr_kernel.constants import (
     CALIBRATED_GATE,
+    CKF_EXHAUSTED,
     DEFAULT_DEPTH,
+    EXIT_REASONS,
     FEEDBACK_WEIGHT,
     LEXICAL_FEEDBACK_WEIGHT,
     LEXICAL_WEIGHT,
+    LIMIT_REACHED,
     MAX_DEPTH_FROM_WORDS,
     MIN_NEW_SHARE,
     MIN_QUALIFIED,
     NEED_FLOOR,
+    SAFETY_BUDGET_DEPLETED,
+    TASK_COMPLETE,
 )
 from cdr_kernel.ngram import NGramGuard
 
 GATES_ON = ("best", "query")
+EXHAUSTIONS = ("score", "novelty")
 MOST_WORDS = 2**53
 """Up to here a float64 holds every count."""
+MOST_OUTPUT_CHARACTERS = 2**24
+"""What a session with `keep_outputs` holds of text: more than ten books."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +115,7 @@ class Exit:
     reason: the first true exit in the order of §6, one of `constants.EXIT_REASONS`, or None. also: every
     other true one, in that order. escalate: the safety budget is used up, whatever the reason (R10).
     detail: why the store counts as exhausted, empty when it does not. novelty_ratio: the mean of exit 3 (mode
-    "calibrated": the share of never packed facts among the qualified), None when no envelope was given.
+    "calibrated": the share of never packed facts among the qualified), None as long as no envelope is known.
     """
 
     stop: bool
@@ -114,6 +124,45 @@ class Exit:
     escalate: bool
     detail: str
     novelty_ratio: float | None
+
+
+class SessionEnded(RuntimeError):
+    """A session has ended by an exit of §6, so that no other window begins (R37). `exit` says which."""
+
+    def __init__(self, session_id: str, exit: Exit) -> None:
+        super().__init__(session_id, exit)
+        self.session_id = session_id
+        self.exit = exit
+
+    def __str__(self) -> str:
+        return (
+            f"the session {self.session_id!r} has ended: {', also '.join(self.reasons)}. What opens it again: "
+            f"{' and '.join(_OPENS[reason] for reason in self.reasons)}; or session.reset(), which begins anew"
+        )
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Every exit that is true, in the order of §6."""
+        return tuple(reason for reason in EXIT_REASONS if reason == self.exit.reason or reason in self.exit.also)
+
+
+_OPENS = {
+    TASK_COMPLETE: "more sub-queries (session.extend(sub_queries=...))",
+    LIMIT_REACHED: "a higher limit (session.extend(max_windows=...))",
+    CKF_EXHAUSTED: "new facts in the store, and a ranking of them",
+    SAFETY_BUDGET_DEPLETED: "a higher session.safety_budget",
+}
+
+
+def check_outputs(outputs: tuple[str, ...]) -> tuple[str, ...]:
+    """These outputs, where they are no more than a session holds; else ValueError."""
+    length = sum(map(len, outputs))
+    if length > MOST_OUTPUT_CHARACTERS:
+        raise ValueError(
+            f"outputs: expected at most {MOST_OUTPUT_CHARACTERS:,} characters in all, got {length:,}: "
+            "a session with keep_outputs=False has no limit"
+        )
+    return outputs
 
 
 def depth_from_words(actual: float, expected: float) -> float:
@@ -194,21 +243,56 @@ class Feedback:
     direction: NDArray[np.float64] | None = None
     words: tuple[tuple[str, float], ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.direction is not None:
+            self.direction.setflags(write=False)
+
+
+@dataclass(frozen=True)
+class EnvelopeTest:
+    """What exit 3 says of one envelope (§6, R37).
+
+    ratio: as `Exit.novelty_ratio`. detail: why the store counts as exhausted, empty when it does not.
+    newest: the sequence number of the newest fact in the store that was ranked, -1 where there was none.
+    """
+
+    ratio: float
+    detail: str
+    newest: int
+
 
 @dataclass(frozen=True, eq=False)
 class SessionState:
     """Everything of a session that a window changes, as one immutable value.
 
     A session replaces it as a whole, so whoever takes `session.state` once reads one consistent state, also
-    while another thread updates. What is in it is never changed in place.
+    while another thread updates. What is in it is never changed in place, and cannot be.
+
+    last_envelope: what exit 3 said of the last envelope, None before the first. outputs: of all windows, where
+    the session keeps them.
     """
 
     coverage: tuple[CoverageEntry, ...]
     residual: tuple[SubQuery, ...]
     window_count: int
     completeness: float
-    words: dict[str, int]
-    packed: dict[str, int]
+    words: Mapping[str, int]
+    packed: Mapping[str, int]
     guard: NGramGuard | None
     safety_budget: float
     feedback: Feedback | None = None
+    last_envelope: EnvelopeTest | None = None
+    outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("words", "packed"):
+            counts = getattr(self, name)
+            if not isinstance(counts, MappingProxyType):
+                object.__setattr__(self, name, MappingProxyType(dict(counts)))
+        if self.guard is not None:
+            self.guard.freeze()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain = {name: dict(values[name]) for name in ("words", "packed")}  # which a mapping proxy is not
+        return SessionState, tuple({**values, **plain}.values())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cdr_kernel.attributes import Where
+from cdr_kernel.constants import LIMIT_REACHED, TASK_COMPLETE
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
-from cdr_kernel.rank import Ranking, Ranks, cdr_rank
+from cdr_kernel.rank import Ranking, Ranks, cdr_rank, newest_in
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.task import Exit, WindowReport
@@ -29,7 +30,10 @@ class WindowPrompt:
 @dataclass(frozen=True, eq=False)
 class Window:
     """One window as it came out. A window that an exit stopped before the writer has output and report None,
-    and is not counted (R32). band: §8.1, None for an empty envelope. guarantee_holds: §9, R35."""
+    and is not counted (R32). band: §8.1, None for an empty envelope. guarantee_holds: §9, R35.
+
+    document: the assembled output of the whole task, where exit 1 or 2 ends it (§6); None else, and where the outputs
+    of earlier windows are not known (a session that goes on without `keep_outputs`)."""
 
     number: int
     prompt: WindowPrompt
@@ -41,6 +45,7 @@ class Window:
     headers: dict[str, str]
     guarantee_holds: bool
     band: str | None
+    document: str | None = None
 
     @classmethod
     def of(
@@ -51,8 +56,12 @@ class Window:
         output: str | None,
         report: WindowReport | None,
         exit: Exit,
+        outputs: Sequence[str] = (),
     ) -> Window:
-        """The window of a prompt, with what its envelope says in headers, of a session as it is after it."""
+        """The window of a prompt, with what its envelope says in headers, of a session as it is after it.
+
+        outputs: those of the task's windows as far as they are known.
+        """
         envelope = prompt.envelope
         return cls(
             number=prompt.window,
@@ -65,7 +74,22 @@ class Window:
             headers=crp_headers(envelope, session, exit),
             guarantee_holds=guarantee_holds(envelope),
             band=None if envelope.min_novelty is None else band(envelope.min_novelty),
+            document=final_output(session, exit, outputs),
         )
+
+
+def assemble(outputs: Iterable[str]) -> str:
+    """§6: the final output, which is those of the task's windows in their order, a blank line between two.
+
+    Line ends around an output go, and so does an output without text.
+    """
+    return "\n\n".join(output.strip("\r\n") for output in outputs if output.strip())
+
+
+def final_output(session: Session, exit: Exit, outputs: Sequence[str]) -> str | None:
+    """What §6 has emitted at exits 1 and 2; None at others, and where these are not the outputs of all windows."""
+    emits = {TASK_COMPLETE, LIMIT_REACHED} & {exit.reason, *exit.also}
+    return assemble(outputs) if emits and len(outputs) == session.window_count else None
 
 
 def run_windows(
@@ -89,8 +113,10 @@ def run_windows(
     generate: writes a window. query: [D] from the session's model. assess: what an output achieved, with the
     completeness of the whole task; its report may leave the model to be named by the store's. k, multiplier, where:
     as in `cdr_rank`, but packing by need sees the whole ranking, whatever k is. token_budget, max_facts,
-    count_tokens, pack: as in `pack_facts`. backward_summary: makes the optional summary (§4.3) of the outputs of this
-    run so far; not asked before the first one.
+    count_tokens, pack: as in `pack_facts`. backward_summary: makes the optional summary (§4.3) of the outputs so far,
+    those of this run and before them what a session with `keep_outputs` has; not asked before the first one.
+
+    A session that has ended writes no other window: SessionEnded, and its message says what opens it again (R37).
 
     R32: safety, limit and exhaustion are tested before the writer is called, and all four exits after the
     session was updated (R15). The session is updated before a window is yielded: stop iterating whenever you
@@ -99,7 +125,8 @@ def run_windows(
     """
     if not isinstance(session, Session):
         raise TypeError(f"session: expected a Session, got {type(session).__name__}")
-    outputs: list[str] = []
+    session.check_open(newest_in(retriever))
+    outputs = list(session.outputs)
     while True:
         number = session.window_count + 1
         by_need = session.calibrated is not None and pack != "greedy"
@@ -109,7 +136,7 @@ def run_windows(
             session.warn_of_gate(len(ranking), len(retriever.store), wanted)
         envelope = pack_facts(ranking, token_budget, count_tokens=count_tokens, max_facts=max_facts, pack=pack)
         output, report, summary = None, None, None
-        exit = session.exit(envelope=envelope)
+        exit = session.before_window(envelope)
         if backward_summary is not None and outputs and not exit.stop:
             summary = backward_summary(list(outputs))
         prompt = WindowPrompt(number, session.anchor(), envelope, summary)
@@ -121,6 +148,6 @@ def run_windows(
             session.update(report, output, envelope=envelope, embedding_model=retriever.store.embedding_model)
             outputs.append(output)
             exit = session.exit(report, envelope)
-        yield Window.of(session, prompt, ranking, output, report, exit)
+        yield Window.of(session, prompt, ranking, output, report, exit, outputs)
         if exit.stop:
             return

@@ -25,7 +25,9 @@ class CDRRank:
     @bentoml.api
     def rank(self, query: list[float], session: str, k: int = 10) -> list[dict[str, str | float]]:
         """The k best facts, best first. query: [D] of the store's model; session: JSON of ``Session.to_json``."""
-        ranking = cdr_rank(query, self.retriever, Session.from_json(session), k=k)
+        own = Session.from_json(session)
+        own.check_open(self.retriever.store.newest)  # a session that has ended gets no other window
+        ranking = cdr_rank(query, self.retriever, own, k=k)
         return [
             {"id": fact.id, "text": fact.text, "score": float(score), "novelty": float(novelty)}
             for fact, score, novelty in zip(ranking.facts, ranking.score, ranking.novelty, strict=True)

@@ -22,6 +22,8 @@ def main() -> None:
     while not ranker.exit().stop:
         found = pipeline.run({"retriever": {"query_embedding": vector}, "ranker": {"query_embedding": vector}})
         documents = found["ranker"]["documents"]
+        if ranker.exit().stop:  # nothing new was found: nothing is written
+            break
         exit = ranker.update(write([document.content for document in documents]))
         print("ranker", documents[0].id, documents[0].score, exit.reason or "go on")
 

@@ -17,6 +17,8 @@ def main() -> None:
         reranker = CDRReranker(new_session(), embed, id_column="id", k=8)
         while not reranker.exit().stop:
             found = table.search(embed(query)).limit(100).rerank(reranker, query_string=query).to_list()
+            if reranker.exit().stop:  # nothing new was found: nothing is written
+                break
             exit = reranker.update(write([row["text"] for row in found]))
             print("reranker", found[0]["id"], found[0]["_relevance_score"], exit.reason or "go on")
 

@@ -24,6 +24,8 @@ def main() -> None:
     cdr = CDRRetriever(session=new_session(), retriever=retriever, embeddings=Known(), k=8)
     while not cdr.exit().stop:
         documents = cdr.invoke(query)
+        if cdr.exit().stop:  # nothing new was found: nothing is written
+            break
         exit = cdr.update(write([document.page_content for document in documents]))
         print("retriever ", documents[0].id, documents[0].metadata["cdr"], exit.reason or "go on")
 
@@ -32,6 +34,8 @@ def main() -> None:
     compressor = CDRCompressor(session=new_session(), embeddings=Known(), k=8)
     while not compressor.exit().stop:
         documents = compressor.compress_documents(store.similarity_search(query, k=100), query)
+        if compressor.exit().stop:
+            break
         exit = compressor.update(write([document.page_content for document in documents]))
         print("compressor", documents[0].id, documents[0].metadata["cdr"], exit.reason or "go on")
 

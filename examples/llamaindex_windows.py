@@ -27,6 +27,8 @@ def main() -> None:
     cdr = CDRRetriever(new_session(), retriever, Known(), k=8)
     while not cdr.exit().stop:
         nodes = cdr.retrieve(query)
+        if cdr.exit().stop:  # nothing new was found: nothing is written
+            break
         exit = cdr.update(write([node.text for node in nodes]))
         print("retriever    ", nodes[0].node_id, nodes[0].score, exit.reason or "go on")
 
@@ -36,6 +38,8 @@ def main() -> None:
     )  # fmt: skip
     while not postprocessor.exit().stop:
         nodes = postprocessor.postprocess_nodes(search.retrieve(query), query_str=query)
+        if postprocessor.exit().stop:
+            break
         exit = postprocessor.update(write([node.text for node in nodes]))
         print("postprocessor", nodes[0].node_id, nodes[0].score, exit.reason or "go on")
 

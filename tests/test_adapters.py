@@ -8,11 +8,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from cdr_kernel import Session, WindowReport
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "adapters.md"
@@ -38,6 +41,44 @@ def test_the_python_blocks_run(block, tmp_path, monkeypatch):
             pytest.skip(f"needs {name}")
     monkeypatch.chdir(tmp_path)
     exec(compile(block, str(DOCS), "exec"), {"__name__": "docs"})
+
+
+LOOPS = [*(i for i, block in enumerate(BLOCKS) if "cdr.exit().stop" in block), *(f"{m}_windows" for m in EXTRAS)]
+"""Blocks of the page and examples that go from window to window."""
+
+
+@pytest.mark.parametrize("ending", ["task-complete", "ckf-exhausted"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_loops_end_where_an_exit_is_true(loop, ending, tmp_path, monkeypatch, capsys):
+    import demo_data
+
+    needs = next(name for name in NEEDS[1:] if ADAPTER[name] in (loop if isinstance(loop, str) else BLOCKS[loop]))
+    pytest.importorskip(needs)
+    sessions, written = [], []
+
+    def new_session():
+        strict = {"min_relevance": 0.99} if ending == "ckf-exhausted" else {}
+        sessions.append(Session(demo_data.demo.sub_queries, embedding_model=demo_data.EMBEDDING_MODEL, **strict))
+        return sessions[-1]
+
+    def complete(output, sub_queries, **options):
+        written.append(output)
+        return WindowReport(1.0, tuple(item.id for item in sub_queries))
+
+    monkeypatch.setattr("cdr_kernel.adapters.sessions.count_words", complete)
+    monkeypatch.chdir(tmp_path)
+    if isinstance(loop, str):
+        module = import_module(loop)
+        monkeypatch.setattr(module, "new_session", new_session)
+        module.main()
+    else:
+        monkeypatch.setattr(demo_data, "new_session", new_session)
+        exec(compile(BLOCKS[loop], str(DOCS), "exec"), {"__name__": "docs"})
+    shown = capsys.readouterr().out.count("task-complete")
+    assert shown == len(written) == (len(sessions) if ending == "task-complete" else 0)
+    for session in sessions:
+        assert session.exit().reason == ending
+        assert Session.from_json(session.to_json()).exit().reason == ending
 
 
 @pytest.mark.parametrize("module", EXTRAS)

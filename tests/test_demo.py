@@ -65,6 +65,21 @@ def test_the_conclusion_is_made_of_the_numbers(runs):
         assert f"{done:.2f}" in text
 
 
+def test_what_remains_is_named_as_long_as_it_is_not_written(corpus):
+    record = demo.run_demo(corpus, windows=6)["cdr"]
+    assert demo.remaining(record, 1) == record.windows[0]["anchor"]
+    for window in record.windows[1:]:
+        told = demo.remaining(record, window["number"])
+        assert told.startswith(window["anchor"])
+        assert "Written in part: Flat network model (" in told
+        assert [item.label for item in corpus.task.items if item.label not in told] == []
+    last = record.windows[-1]
+    assert (last["anchor"], last["report"]["completeness_score"] < 0.5) == ("", True)
+    for window in record.windows:
+        window["report"]["words_by_sub_query"] = {item.id: 10**6 for item in corpus.task.items}
+    assert demo.remaining(record, len(record.windows)) == "Nothing remains."
+
+
 @pytest.mark.parametrize("windows", [1, 20])
 def test_other_numbers_of_windows(corpus, windows):
     runs = demo.run_demo(corpus, windows=windows, k=3)

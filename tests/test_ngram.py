@@ -824,3 +824,16 @@ def test_matches_are_what_overlap_counts(exact, impl):
     assert guard.matches("too short") == guard.matches("") == []
     with pytest.raises(TypeError, match="text"):
         guard.matches(b"bytes")
+
+
+def test_a_frozen_guard_refuses_every_change_and_gives_a_copy_that_takes_them():
+    guard, other = NGramGuard(2), NGramGuard(2)
+    guard.update("one two three")
+    guard.freeze()
+    for change in (lambda: guard.update("four five"), lambda: guard.merge(other), guard.clear):
+        with pytest.raises(TypeError, match=r"change guard\.copy\(\), or call session\.update"):
+            change()
+    assert guard.overlap(["one two", "four five"]).tolist() == [1, 0]
+    free = guard.copy()
+    free.update("four five")
+    assert (len(free), len(guard), len(pickle.loads(pickle.dumps(guard)))) == (3, 2, 2)

@@ -144,11 +144,7 @@ def test_exclude_packed():
     retriever = Retriever(store)
     first = cdr_rank(query, retriever, session, k=5)
     assert len(first) == 5
-
-    class Packed:
-        facts = first.facts
-
-    session.update(WindowReport(0.0, ()), "", envelope=Packed, embedding_model="m1")
+    session.update(WindowReport(0.0, ()), "", packed=first.ids, embedding_model="m1")
     second = cdr_rank(query, retriever, session)
     assert not set(first.ids) & set(second.ids)
     assert second.qualified == cdr_rank(query, retriever, world()[1]).qualified - 5

@@ -72,7 +72,7 @@ def same(ranking, truth):
         a, b = getattr(ranking, name), getattr(truth, name)
         assert (a is None) == (b is None), name
         assert a is None or a.tobytes() == np.asarray(b).tobytes(), name
-    for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "new_share", "need"):
+    for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "newest", "new_share", "need"):
         assert getattr(ranking, name) == getattr(truth, name), name
 
 

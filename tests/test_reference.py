@@ -23,6 +23,7 @@ from cdr_kernel.reference import (
     Report,
     Scored,
     SubQuery,
+    assemble,
     band,
     cdr_rank,
     cdr_score,
@@ -34,8 +35,10 @@ from cdr_kernel.reference import (
     dot,
     guarantee_holds,
     guard_alert,
+    has_ended,
     headers,
     min_novelty,
+    newest_of,
     ngram_penalty,
     ngrams,
     novelty,
@@ -675,6 +678,58 @@ def test_r10_rounding_does_not_decide_an_exit():
     barely = [replace(scored(relevance=1.0), score=math.nextafter(0.15, 0))]
     assert novelty_ratio(barely) < 0.15
     assert exit_of(envelope=barely).reason is None
+
+
+def test_r37_a_session_that_has_ended_says_so_without_a_report_at_hand():
+    session = session_abc()
+    update_session_after_window(session, Report(0.95, ["a", "b", "c"]), "")
+    assert should_stop(session).reason == "task-complete"
+    assert has_ended(session)
+    session.task_sub_queries = [*session.task_sub_queries, sub_query("d", E1)]
+    session.residual_set = [session.task_sub_queries[-1]]
+    assert not has_ended(session)
+    session.reset()
+    assert not has_ended(session)
+    assert not has_ended(ReferenceSession(safety_budget=0.0)), "nothing was begun"
+
+
+def test_r37_an_exhausted_store_stays_so_until_facts_come():
+    session = session_abc()
+    facts = [Fact(E1), Fact(E2, sequence=7)]
+    assert newest_of(facts) == 7
+    assert newest_of([]) == -1
+    update_session_after_window(session, Report(0.2, ["a"]), "", [scored(novelty=0.2, overlap=2)], 7)
+    assert should_stop(session).novelty_ratio == pytest.approx(0.14)
+    assert should_stop(session, None, [scored()], 7).reason == "ckf-exhausted"
+    assert should_stop(session, None, [scored()], 8).reason is None
+    assert has_ended(session, 7)
+    assert not has_ended(session, 8)
+    session.safety_budget = 0.1
+    assert has_ended(session, 8)
+    update_session_after_window(session, Report(0.2, ["a"]), "", [scored()], 8)
+    session.safety_budget = 1.0
+    assert not has_ended(session)
+
+
+def test_r36_what_is_addressed_in_part_may_remain():
+    for depth, remain in ((0.0, ["c"]), (0.4, ["c"]), (0.7, ["a", "c"])):
+        session = session_abc(residual_depth=depth)
+        update_session_after_window(session, Report(0.3, ["a", "b"], {"a": 0.4, "b": 0.7}), "")
+        assert [s.id for s in session.remaining] == remain
+    assert residual_task_anchor(session.remaining) == "Remaining sections to complete: A, C"
+    assert residual_pull(Fact(E1), session.remaining, session.coverage_set) == 1.0
+    update_session_after_window(session, Report(0.5, ["a"], {"a": 0.3}), "")
+    assert [s.id for s in session.remaining] == ["c"]
+    with pytest.raises(ValueError, match="residual_depth"):
+        session_abc(residual_depth=1.1)
+
+
+def test_section_6_the_outputs_are_assembled_in_order():
+    session = session_abc()
+    for output in ("one\n", " \n", "\n  three"):
+        update_session_after_window(session, Report(0.5), output)
+    assert assemble(session.outputs) == "one\n\n  three"
+    assert assemble([]) == ""
 
 
 def test_r32_without_report_and_envelope_only_limit_and_safety_are_tested():

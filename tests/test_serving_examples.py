@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from demo_data import demo, embed, new_session, query, retriever
 
-from cdr_kernel import Session, SubQuery, WindowReport, cdr_rank
+from cdr_kernel import Session, SessionEnded, SubQuery, WindowReport, cdr_rank
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.stand_in
@@ -43,6 +43,14 @@ def started():
     session = new_session()
     report = WindowReport(0.3, addressed=(demo.sub_queries[0].id,))
     session.update(report, "some words", embedding_model=session.embedding_model)
+    return session
+
+
+def ended():
+    """A session whose task is complete."""
+    session = new_session()
+    ids = tuple(item.id for item in demo.sub_queries)
+    session.update(WindowReport(1.0, addressed=ids), "some words", embedding_model=session.embedding_model)
     return session
 
 
@@ -106,12 +114,14 @@ def test_triton_says_what_is_wrong_with_one_request_and_answers_the_others(model
     other = Session([SubQuery("a", "a", "a", [1.0] * 384)], embedding_model="other").to_json()
     good = started().to_json()
     bad = [request([1.0, 0.0], good), request(embed(query), "{}"), request(embed(query), other),
-           request(embed(query), good, -1), request(embed(query), good)[:1]]  # fmt: skip
+           request(embed(query), good, -1), request(embed(query), good)[:1],
+           request(embed(query), ended().to_json())]  # fmt: skip
     responses = model.execute([request(embed(query), good, 4), *bad])
     assert len(responses[0].tensors["IDS"]) == 4
     assert all(response.error for response in responses[1:])
     assert "EmbeddingModelMismatch" in responses[3].error
     assert "at least 0" in responses[4].error
+    assert "has ended: task-complete" in responses[6].error
 
 
 def test_tritons_config_names_what_the_model_reads_and_writes():
@@ -144,5 +154,7 @@ def test_bentoml_ranks_as_cdr_rank(store, monkeypatch, real):
         assert [row["id"] for row in found] == expected.ids
         assert [row["score"] for row in found] == expected.score.tolist()
         assert [row["novelty"] for row in found] == expected.novelty.tolist()
+    with pytest.raises(SessionEnded, match="task-complete"):
+        service.rank(embed(query), ended().to_json())
     with pytest.raises(ValueError, match="dimension"):
         service.rank([1.0], new_session().to_json())

@@ -21,7 +21,7 @@ from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
 from cdr_kernel.session import Session
 from cdr_kernel.store import EmbeddingModelMismatch, Fact
-from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
+from cdr_kernel.task import SessionEnded, SubQuery, WindowReport, depth_from_words
 
 MODEL = "m1"
 NAMES = ("a", "b", "c")
@@ -48,6 +48,7 @@ def make_envelope(
     qualified=None,
     skipped=0,
     ids=None,
+    newest=-1,
 ) -> Envelope:
     ids = ids or [f"f{i}" for i in range(n)]
     full = np.full(n, 1.0)
@@ -68,6 +69,7 @@ def make_envelope(
         guard_activations=n if overlap else 0,
         coverage_depth=0,
         store_version=1,
+        newest=newest,
     )
     return Envelope(ranking, tokens=n, token_budget=100, skipped=skipped)
 
@@ -101,6 +103,9 @@ def report(addressed=(), completeness=0.5, model: str | None = MODEL, **kwargs) 
         ({"first_window_pull": 1}, TypeError, "first_window_pull"),
         ({"clamp_novelty": None}, TypeError, "clamp_novelty"),
         ({"exclude_packed": "no"}, TypeError, "exclude_packed"),
+        ({"residual_depth": 1.01}, ValueError, "residual_depth"),
+        ({"residual_depth": True}, TypeError, "residual_depth"),
+        ({"keep_outputs": 1}, TypeError, "keep_outputs"),
         ({"exhaustion": "mean"}, ValueError, "'novelty'"),
         ({"guard": True}, TypeError, "guard"),
         ({"id": ""}, ValueError, "id"),
@@ -380,24 +385,67 @@ def play(session: Session, windows) -> None:
         )
 
 
+def as_reference(session: Session, **options) -> reference.ReferenceSession:
+    """A session of the reference over the same task."""
+    items = [
+        reference.SubQuery(item.id, item.label, item.text, item.embedding.tolist(), item.marginal)
+        for item in session.sub_queries
+    ]
+    return reference.ReferenceSession(items, **options)
+
+
+def scored_like(envelope: Envelope) -> list[reference.Scored]:
+    """The facts of an envelope as the reference ranks them."""
+    ranking = envelope.ranking
+    names = ("relevance", "coverage", "residual_pull", "novelty", "ngram_overlap", "ngram_penalty")
+    return [
+        reference.Scored(
+            reference.Fact([1.0]),
+            *(getattr(ranking, name)[i].item() for name in (*names, "score_without_guard", "score")),
+        )
+        for i in range(len(ranking))
+    ]
+
+
+envelopes = st.one_of(
+    st.none(),
+    st.builds(
+        make_envelope,
+        st.integers(0, 2),
+        novelty=st.sampled_from([0.2, 0.6, 1.0]),
+        overlap=st.integers(0, 3),
+        relevance=st.sampled_from([0.8, -0.5]),
+        newest=st.integers(-1, 3),
+    ),
+)
+
+
 @HYPOTHESIS
-@given(reports, st.floats(0.0, 1.0), st.integers(1, 20), st.sampled_from([(), ("c",), NAMES]))
-def test_updates_and_exits_are_those_of_the_reference(windows, budget, max_windows, marginal):
-    session = make_session(marginal=marginal, safety_budget=budget, max_windows=max_windows)
-    truth = reference.ReferenceSession(
-        [
-            reference.SubQuery(item.id, item.label, item.text, item.embedding.tolist(), item.marginal)
-            for item in session.sub_queries
-        ],
-        safety_budget=budget,
-        max_windows=max_windows,
-    )
-    play(session, windows)
-    last = None
-    for addressed, depths, completeness, output in windows:
+@given(
+    reports,
+    st.lists(envelopes, min_size=6, max_size=6),
+    st.floats(0.0, 1.0),
+    st.integers(1, 20),
+    st.sampled_from([(), ("c",), NAMES]),
+    st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+)
+def test_updates_and_exits_are_those_of_the_reference(windows, packed, budget, max_windows, marginal, depth):
+    settings = {"safety_budget": budget, "max_windows": max_windows, "residual_depth": depth}
+    session = make_session(marginal=marginal, keep_outputs=True, **settings)
+    truth = as_reference(session, **settings)
+    for (addressed, depths, completeness, output), envelope in zip(windows, packed, strict=False):
         known = {name: depth for name, depth in depths.items() if name in addressed}
+        facts, newest = (None, -1) if envelope is None else (scored_like(envelope), envelope.ranking.newest)
         last = reference.Report(completeness, addressed, known)
-        reference.update_session_after_window(truth, last, output)
+        before = vars(session.exit(None, envelope))
+        assert before == vars(reference.should_stop(truth, None, facts, newest))
+        session.update(report(addressed, completeness, depth_by_sub_query=known), output, envelope=envelope)
+        reference.update_session_after_window(truth, last, output, facts, newest)
+        assert vars(session.exit()) == vars(reference.should_stop(truth))
+        ours = session.exit(report(addressed, completeness), envelope)
+        assert vars(ours) == vars(reference.should_stop(truth, last, facts, newest))
+        for number in (-1, 0, 3):
+            assert ended(session, number) == reference.has_ended(truth, number)
     assert [(entry.depth_weight, entry.window_number) for entry in session.coverage] == [
         (entry.depth_weight, entry.window_number) for entry in truth.coverage_set
     ]
@@ -405,9 +453,16 @@ def test_updates_and_exits_are_those_of_the_reference(windows, budget, max_windo
     assert session.guard is not None
     assert len(session.guard) == len(truth.ngram_blacklist)
     assert (session.window_count, session.completeness) == (truth.window_count, truth.completeness)
-    ours = session.exit(None if last is None else report(last.addressed, last.completeness_score))
-    theirs = reference.should_stop(truth, last)
-    assert vars(ours) == vars(theirs)
+    assert list(session.outputs) == truth.outputs
+
+
+def ended(session: Session, newest: int = -1) -> bool:
+    """Whether the session refuses another window."""
+    try:
+        session.check_open(newest)
+    except SessionEnded:
+        return True
+    return False
 
 
 # columns
@@ -498,7 +553,8 @@ def test_task_complete():
     assert outcome.novelty_ratio is None
     assert session.exit(report(NAMES, 0.92 - 1e-12)).reason == "task-complete"
     assert not session.exit(report(NAMES, 0.919)).stop
-    assert not session.exit().stop  # R32: no report, no completion
+    assert session.exit() == outcome  # R37: the report is remembered
+    assert not make_session(completion_threshold=0.0, marginal=NAMES).exit().stop  # R32: no report, no completion
 
 
 def test_marginal_items_may_remain():
@@ -544,6 +600,7 @@ def test_the_order_of_section_6_decides_and_the_rest_is_told():
     outcome = session.exit(report(NAMES, 1.0), empty)
     assert (outcome.reason, *outcome.also) == EXIT_REASONS
     assert outcome.escalate
+    session.update(report(completeness=0.5), OUTPUT)
     outcome = session.exit(None, make_envelope(1))
     assert (outcome.reason, outcome.also, outcome.escalate) == ("limit-reached", ("safety-budget-depleted",), True)
     assert not make_session(max_windows=1).exit().escalate
@@ -614,6 +671,313 @@ def test_exit_checks_the_completeness(completeness):
         session.exit(report((), completeness))
 
 
+# R37: what has ended stays so
+
+
+def at_limit(**kwargs) -> Session:
+    session = make_session(max_windows=1, **kwargs)
+    session.update(report(["a"]), OUTPUT)
+    return session
+
+
+def complete(**kwargs) -> Session:
+    session = make_session(**kwargs)
+    session.update(report(NAMES, 0.92), OUTPUT)
+    return session
+
+
+def exhausted(**kwargs) -> Session:
+    session = make_session(**kwargs)
+    session.update(report(["a"]), OUTPUT, envelope=make_envelope(2, novelty=0.2, overlap=3, newest=7))
+    return session
+
+
+def exhausted_at_once(**kwargs) -> Session:
+    session = make_session(**kwargs)
+    assert session.before_window(make_envelope(0, newest=7)).stop
+    return session
+
+
+def depleted(**kwargs) -> Session:
+    session = make_session(safety_budget=0.1, **kwargs)
+    session.update(report(["a"]), OUTPUT)
+    return session
+
+
+def never_safe(**kwargs) -> Session:
+    session = make_session(safety_budget=0.1, **kwargs)
+    assert session.before_window(make_envelope(1, newest=7)).stop
+    return session
+
+
+ENDS = {
+    at_limit: "limit-reached",
+    complete: "task-complete",
+    exhausted: "ckf-exhausted",
+    exhausted_at_once: "ckf-exhausted",
+    depleted: "safety-budget-depleted",
+    never_safe: "safety-budget-depleted",
+}
+
+
+def merged(session: Session) -> Session:
+    branch = session.snapshot()
+    session.merge([branch, session.snapshot()])
+    return session
+
+
+def branched(session: Session) -> Session:
+    """A fresh session that takes over what this one did."""
+    fresh = make_session(safety_budget=session.safety_budget, max_windows=session.max_windows)
+    fresh.merge([session])
+    return fresh
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "carried",
+    [
+        lambda session: session,
+        lambda session: Session.from_json(session.to_json()),
+        lambda session: Session.from_token(
+            session.token(), session.sub_queries, embedding_model=MODEL, guard=session.guard
+        ),
+        lambda session: session.snapshot(),
+        lambda session: pickle.loads(pickle.dumps(session)),
+        copy.deepcopy,
+        merged,
+        branched,
+    ],
+    ids=["itself", "json", "token", "snapshot", "pickle", "deepcopy", "merged", "branched"],
+)
+def test_a_session_that_has_ended_stays_ended(end, carried):
+    first = end().exit()
+    session = carried(end())
+    exit = session.exit()
+    assert exit == first
+    assert (exit.stop, exit.reason) == (True, ENDS[end])
+    assert session.exit(envelope=make_envelope(3)).stop  # whatever else is asked of the store
+    with pytest.raises(SessionEnded, match=ENDS[end]) as refused:
+        session.check_open()
+    assert refused.value.exit == exit
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+    session.update(report(completeness=float(exit.reason == "task-complete")), OUTPUT)  # which only records
+    assert session.exit().stop
+    session.reset()
+    session.check_open()
+    assert session.exit().stop == (exit.reason == "safety-budget-depleted")
+
+
+def test_what_opens_a_session_again():
+    session = at_limit()
+    session.extend(max_windows=2)
+    session.check_open()
+    assert (session.max_windows, session.exit().stop) == (2, False)
+    assert Session.from_json(session.to_json()).max_windows == 2
+    session = depleted()
+    session.safety_budget = 0.2
+    session.check_open()
+    session = complete()
+    session.extend(sub_queries=[sub_query("d", 3)])
+    session.check_open()
+    assert not session.exit().stop
+    session = exhausted(safety_budget=0.1)
+    assert ended(session, 8), "new facts do not make it safe"
+    session.safety_budget = 0.5
+    assert not ended(session, 8)
+    with pytest.raises(SessionEnded, match=r"new facts.*reset"):
+        session.check_open(7)
+
+
+def test_new_facts_let_an_exhausted_store_be_tested_again():
+    session = exhausted()
+    for newest in (-1, 6, 7):
+        assert session.exit(envelope=make_envelope(3, newest=newest)).detail == session.exit().detail
+    fresh = make_envelope(3, newest=8)
+    assert not session.exit(envelope=fresh).stop
+    assert session.exit().stop, "a test alone changes nothing"
+    session.update(report(["b"]), OUTPUT, envelope=fresh)
+    session.check_open()
+    assert session.exit().novelty_ratio == 1.0
+    assert session.before_window(make_envelope(0, newest=9)).reason == "ckf-exhausted"
+    assert ended(session, 9)
+
+
+def test_a_fan_out_goes_on_while_one_branch_finds_something():
+    session = make_session()
+    poor, rich, idle = (session.snapshot() for _ in range(3))
+    poor.update(report(["a"]), OUTPUT, envelope=make_envelope(0))
+    rich.update(report(["b"]), OUTPUT, envelope=make_envelope(2))
+    both = session.snapshot()
+    both.merge([poor, rich, idle])
+    assert not both.exit().stop
+    session.merge([poor, idle])
+    assert session.exit().reason == "ckf-exhausted"
+
+
+def test_extend_is_checked():
+    session = at_limit()
+    before = session.to_json()
+    bad = [
+        ({"max_windows": 21}, ValueError, "1 to 20"),
+        ({"max_windows": 2.0}, TypeError, "max_windows"),
+        ({"sub_queries": [sub_query("a")]}, ValueError, "unique"),
+        ({"sub_queries": [sub_query("d", dim=5)]}, ValueError, "dimension"),
+        ({"sub_queries": ["d"]}, TypeError, "SubQuery"),
+    ]
+    for wrong, error, says in bad:
+        with pytest.raises(error, match=says):
+            session.extend(**{"max_windows": 3, **wrong})
+    assert session.to_json() == before
+    session.extend(max_windows=4)
+    with pytest.raises(ValueError, match="at least the present 4, got 3"):
+        session.extend(max_windows=3)
+
+
+def test_more_sub_queries_are_as_if_they_had_been_there():
+    session, twin = make_session(), make_session((*NAMES, "d"))
+    play(session, [(["a"], {"a": 0.3}, 0.4, OUTPUT)])
+    play(twin, [(["a"], {"a": 0.3}, 0.4, OUTPUT)])
+    session.extend(sub_queries=twin.sub_queries[3:])
+    assert session.to_json() == twin.to_json()
+    assert session.task_key == twin.task_key
+    assert session.columns(np.ones(4)).residual.tolist() == twin.columns(np.ones(4)).residual.tolist()
+    again = Session.from_token(session.token(), twin.sub_queries, embedding_model=MODEL, guard=session.guard)
+    assert again.token() == session.token()
+    session.update(report(["d"]), OUTPUT)
+    assert [item.id for item in session.residual] == ["b", "c"]
+
+
+@pytest.mark.parametrize("packed", [{"a"}, "a", [1]])
+def test_packed_facts_are_named_in_a_sequence(packed):
+    session = make_session()
+    with pytest.raises(TypeError, match="packed"):
+        session.update(report(), OUTPUT, packed=packed)
+    session.update(report(), OUTPUT, packed=["x"], envelope=make_envelope(2, newest=3))
+    assert (session.packed, session.exit().novelty_ratio) == ({"x": 1}, 1.0)
+
+
+def test_a_ranking_is_packed_first():
+    session, ranking = make_session(), make_envelope(2).ranking
+    for call in (
+        lambda: session.update(report(), OUTPUT, envelope=ranking),
+        lambda: session.exit(report(), ranking),
+        lambda: session.before_window(ranking),
+    ):
+        with pytest.raises(TypeError, match=r"expected an Envelope, got Ranking: pack it first, as pack_facts"):
+            call()
+    with pytest.raises(TypeError, match="expected an Envelope, got list"):
+        session.update(report(), OUTPUT, envelope=["f0"])
+    assert (session.window_count, session.packed) == (0, {})
+
+
+# what nobody changes behind a session's back
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def test_settings_are_fixed(mode):
+    session = make_session(mode=mode)
+    before = session.to_json()
+    for name in [name for name in vars(session) if not name.startswith("_")]:
+        with pytest.raises(AttributeError, match=f"{name} of a session is fixed"):
+            setattr(session, name, 100)
+        with pytest.raises(AttributeError, match=f"{name} of a session is fixed"):
+            delattr(session, name)
+    with pytest.raises(AttributeError, match=r"session\.extend\(max_windows=\.\.\.\)"):
+        session.max_windows = 100
+    assert Session.from_json(session.to_json()).to_json() == before
+    if session.calibrated is not None:
+        with pytest.raises(AttributeError):
+            session.calibrated.gate = 1.0
+
+
+def test_a_session_hands_out_nothing_that_changes_it():
+    session = make_session()
+    play(session, [(["a"], {"a": 0.3}, 0.4, OUTPUT)])
+    before = session.to_json()
+    other = NGramGuard()
+    for guard in (session.guard, session.state.guard):
+        assert guard is not None
+        for change_it in (lambda g: g.update("x " * 9), lambda g: g.merge(other), lambda g: g.clear()):
+            with pytest.raises(TypeError, match="guard of a session cannot be changed"):
+                change_it(guard)
+        free = guard.copy()
+        free.update("six words that are not there yet")
+        assert len(free) > len(guard)
+    for counts in (session.words, session.packed, session.state.words, session.state.packed):
+        with pytest.raises(TypeError):
+            counts["a"] = 9
+    assert session.to_json() == before
+
+
+# R36: what is addressed in part
+
+
+def test_a_sub_query_remains_until_it_is_deep_enough():
+    session = make_session(residual_depth=0.7)
+    session.update(report(["a", "b"], depth_by_sub_query={"a": 0.4, "b": 0.7}), OUTPUT)
+    assert [item.id for item in session.residual] == ["a", "c"]
+    assert session.anchor() == "Remaining sections to complete: A, C"
+    assert session.columns(np.ones(4)).residual.tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
+    for twin in (
+        Session.from_json(session.to_json()),
+        Session.from_token(session.token(), session.sub_queries, embedding_model=MODEL, guard=session.guard),
+        session.snapshot(),
+    ):
+        assert twin.residual_depth == 0.7
+        twin.update(report(["a"], depth_by_sub_query={"a": 0.3}), OUTPUT)
+        assert [item.id for item in twin.residual] == ["c"]
+    left, right = session.snapshot(), session.snapshot()
+    left.update(report(["c"], depth_by_sub_query={"c": 0.4}), OUTPUT)
+    right.update(report(["c"], depth_by_sub_query={"c": 0.4}), OUTPUT)
+    session.merge([left, right])
+    assert [item.id for item in session.residual] == ["a"]
+    whole = make_session(residual_depth=1.0)
+    for _ in range(10):
+        assert len(whole.residual) == 3
+        whole.update(report(NAMES, depth_by_sub_query=dict.fromkeys(NAMES, 0.1)), OUTPUT)
+    assert whole.residual == ()
+
+
+# R40: outputs
+
+
+def test_outputs_go_along_in_json_and_their_digest_in_the_token(monkeypatch):
+    session = make_session(keep_outputs=True)
+    assert Session.from_token(session.token(), session.sub_queries, embedding_model=MODEL).outputs == ()
+    for output in ("first \ud800", "second"):
+        session.update(report(), output)
+    assert session.outputs == ("first \ud800", "second")
+    assert Session.from_json(session.to_json()).outputs == session.outputs
+    token = session.token()
+    assert b"second" not in token
+    given = {"embedding_model": MODEL, "guard": session.guard}
+    twin = Session.from_token(token, session.sub_queries, outputs=session.outputs, **given)
+    assert twin.to_json() == session.to_json()
+    for wrong in (None, (), ("first", "second")):
+        with pytest.raises(ValueError, match="outputs: expected those"):
+            Session.from_token(token, session.sub_queries, outputs=wrong, **given)
+    plain = make_session()
+    plain.update(report(), "second")
+    assert plain.outputs == ()
+    with pytest.raises(ValueError, match="keeps none"):
+        Session.from_token(plain.token(), plain.sub_queries, outputs=[], embedding_model=MODEL)
+    left, right = session.snapshot(), session.snapshot()
+    left.update(report(), "left")
+    right.update(report(), "right")
+    session.merge([left, right])
+    assert session.outputs[2:] == ("left", "right")
+    with pytest.raises(ValueError, match="both keep outputs"):
+        make_session(keep_outputs=True).merge([make_session()])
+    monkeypatch.setattr("cdr_kernel.task.MOST_OUTPUT_CHARACTERS", 27)
+    before = session.to_json()
+    with pytest.raises(ValueError, match=r"at most 27 characters in all, got 28.*keep_outputs=False"):
+        session.update(report(), "twice!")
+    assert session.to_json() == before
+    session.reset()
+    assert session.outputs == ()
+
+
 # reset, snapshot, merge
 
 
@@ -636,8 +1000,8 @@ def test_a_snapshot_is_independent():
     branch = session.snapshot()
     assert branch.to_json() == before
     assert branch.guard is not None
-    branch.guard.update("words that the session itself never wrote")
-    assert session.to_json() == before
+    branch.guard.copy().update("words that neither of them ever wrote")
+    assert branch.to_json() == session.to_json() == before
     play(branch, [(["b"], {}, 0.6, "six words that are not there yet")])
     branch.safety_budget = 0.2
     assert session.to_json() == before
@@ -942,6 +1306,15 @@ def change(path: str, value):
         ("guard.n", 0),
         ("guard.hashes", "AAAA"),
         ("guard.tokenizer", "other"),
+        ("settings.residual_depth", 2),
+        ("settings.keep_outputs", True),
+        ("settings.keep_outputs", KeyError),
+        ("outputs", []),
+        ("last_envelope", {}),
+        ("last_envelope", [0.1, 2]),
+        ("last_envelope.0", "0.1"),
+        ("last_envelope.1", -2),
+        ("last_envelope.2", None),
     ],
 )
 def test_json_that_is_no_session_is_refused(path, value):

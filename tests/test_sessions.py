@@ -14,6 +14,7 @@ from cdr_kernel import (
     NGramGuard,
     Retriever,
     Session,
+    SessionEnded,
     SubQuery,
     WindowReport,
     cdr_rank,
@@ -197,3 +198,59 @@ def test_ids_of_texts():
     texts = ["a", "b", "", "ü", "\ud800"]
     assert len({text_id(t) for t in texts}) == 5
     assert text_id("a") == text_id("a")
+
+
+def test_a_session_that_has_ended_gets_no_other_window():
+    store = FactStore(16, embedding_model="m", dtype="float64")
+    store.add(IDS, TEXTS, VECTORS)
+    retriever, done = Retriever(store), WindowReport(0.95, tuple(item.id for item in SUBS))
+    sessions = Sessions(session())
+    sessions.rank(QUERY, retriever, k=3)
+    assert sessions.update("words", done).reason == "task-complete"
+    for again in (sessions, Sessions(Session.from_json(sessions.get().to_json()))):
+        assert again.exit().reason == "task-complete"
+        before = again.get().to_json()
+        for call in (
+            lambda again=again: again.rank(QUERY, retriever, k=3),
+            lambda again=again: again.rerank(QUERY, IDS, TEXTS, VECTORS),
+            lambda again=again: again.update("more words"),
+        ):
+            with pytest.raises(SessionEnded, match="task-complete"):
+                call()
+        assert (again.get().to_json(), again.handed_out()) == (before, None)
+
+
+def test_new_facts_and_new_documents_open_an_exhausted_session():
+    store = FactStore(16, embedding_model="m", dtype="float64")
+    store.add(IDS[:8], TEXTS[:8], VECTORS[:8])
+    retriever, packing = Retriever(store), {"exclude_packed": True, "max_windows": 20}
+    ranked, reranked = Sessions(session(**packing)), Sessions(session(**packing))
+
+    def documents(n):
+        return reranked.rerank(QUERY, IDS[:n], TEXTS[:n], VECTORS[:n])[1]
+
+    for sessions, hand_out in (
+        (ranked, lambda n: ranked.rank(QUERY, retriever, k=None)),
+        (reranked, documents),
+    ):
+        assert len(hand_out(8)) == 8
+        sessions.update("words", WindowReport(0.1))
+        assert len(hand_out(8)) == 0
+        assert sessions.exit().reason == "ckf-exhausted"
+        with pytest.raises(SessionEnded, match="new facts"):
+            sessions.update("words", WindowReport(0.1))
+        with pytest.raises(SessionEnded, match="new facts"):
+            hand_out(8)
+        if len(store) == 8:
+            store.add(IDS[8:9], TEXTS[8:9], VECTORS[8:9])
+        for _ in range(2):
+            assert len(hand_out(9)) == 1
+            assert not sessions.exit().stop
+        sessions.update("words", WindowReport(0.2))
+        assert (sessions.get().window_count, sessions.exit().stop) == (2, False)
+    resumed = Sessions(Session.from_json(reranked.get().to_json()))
+    assert len(resumed.rerank(QUERY, IDS[:9], TEXTS[:9], VECTORS[:9])[0]) == 0
+    assert resumed.exit().stop
+    twin = Sessions(Session.from_json(resumed.get().to_json()))
+    with pytest.raises(SessionEnded):
+        twin.rerank(QUERY, IDS[:9], TEXTS[:9], VECTORS[:9])

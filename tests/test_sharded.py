@@ -89,7 +89,7 @@ def same(ranking, truth):
             assert a.dtype == b.dtype, name
             assert a.shape == b.shape, name
             assert a.tobytes() == b.tobytes(), name
-    for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "new_share", "need"):
+    for name in ("qualified", "guard_activations", "coverage_depth", "store_version", "newest", "new_share", "need"):
         assert getattr(ranking, name) == getattr(truth, name), name
     assert (ranking.considered, ranking.filter) == (truth.considered, truth.filter)
     assert (ranking.feedback is None) == (truth.feedback is None)
@@ -1199,3 +1199,16 @@ def test_what_expires_does_so_in_shards(tmp_path, monkeypatch):
             check(late, 2, late.version)
             assert not late.attribute_types.keys() - {"language", "year"}
             assert explain(query, ShardedRetriever(late), spec(items), "f100").fact.id == "f100"
+
+
+def test_a_session_with_more_sub_queries_is_asked_for_anew(world):
+    store, items, query = world
+    more = SubQuery("more", "More", " ".join(WORDS[:3]), np.eye(DIM)[1] + 0.5)
+    with ShardedStore.split(store, shards=3) as sharded:
+        for make in (spec, calibrated):
+            one, many = make(items), make(items)
+            for session, retriever in ((one, Retriever(store)), (many, ShardedRetriever(sharded))):
+                written(session, cdr_rank(query, retriever, session))
+                session.extend(sub_queries=[more])
+                written(session, cdr_rank(query, retriever, session), "what was written")
+            same(cdr_rank(query, ShardedRetriever(sharded), many), cdr_rank(query, Retriever(store), one))

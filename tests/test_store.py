@@ -552,3 +552,18 @@ def test_facts_in_documents():
     (some, *_) = store.view().select({"source": "y"}).in_documents()
     assert some.tolist() == [2, 5]
     assert [len(part) for part in FactStore(2, embedding_model="m").view().in_documents()] == [0, 0, 0]
+
+
+def test_the_newest_number_grows_when_facts_come_alone(tmp_path):
+    store = FactStore(2, embedding_model="m")
+    assert store.newest == -1
+    store.add(["a", "b"], ["a", "b"], np.eye(2))
+    before = store.view()
+    store.remove(["b"])
+    store.compact()
+    assert (store.newest, store.view().newest) == (1, 1)
+    store.save(tmp_path / "s")
+    loaded = FactStore.load(tmp_path / "s")
+    assert loaded.newest == 1
+    loaded.upsert(["a"], ["a"], np.eye(2)[:1])
+    assert (loaded.newest, before.newest, before.select({"source": "x"}).newest) == (2, 1, 1)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import warnings
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from cdr_kernel import reference
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
+from cdr_kernel.sharded import ShardedRetriever
+from cdr_kernel.sharded_store import ShardedStore
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore
-from cdr_kernel.task import SubQuery, WindowReport
-from cdr_kernel.window import Window, WindowPrompt, run_windows
+from cdr_kernel.task import SessionEnded, SubQuery, WindowReport
+from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows
 
 MODEL = "m1"
 TOPICS = ("dns", "cni", "bgp")
@@ -121,12 +126,17 @@ def test_what_was_covered_gives_way_to_what_remains():
 )
 def test_no_unsafe_or_unsupported_window_is_written(kwargs, reason, escalate):
     writer, session = Writer(), make_session(**kwargs)
-    before = session.to_json()
+    before = json.loads(session.to_json())
     (window,) = run(writer, session, lambda output: pytest.fail("assess was called"))
     assert writer.prompts == []
     assert (window.number, window.output, window.report) == (1, None, None)  # R32
     assert (window.exit.reason, window.exit.escalate) == (reason, escalate)
-    assert session.to_json() == before
+    after = json.loads(session.to_json())
+    last = after.pop("last_envelope")  # R37: what ended the session is remembered, and nothing else
+    assert (before.pop("last_envelope"), before) == (None, after)
+    assert last[1:] == [11, window.exit.detail]
+    with pytest.raises(SessionEnded, match=reason):
+        run(writer, session)
     assert window.headers["CRP-Context-Continuation-Status"] == reason
 
 
@@ -186,10 +196,68 @@ def test_a_session_at_its_limit_writes_nothing_more():
     session = make_session(max_windows=2)
     run(Writer(), session)
     writer = Writer()
-    (window,) = run(writer, session)
-    assert (window.number, window.output, window.exit.reason) == (3, None, "limit-reached")
+    with pytest.raises(SessionEnded, match=r"limit-reached.*session\.extend\(max_windows=\.\.\.\)"):
+        run(writer, session)
     assert writer.prompts == []
     assert session.window_count == 2
+    session.extend(max_windows=3)
+    (window,) = run(writer, session)
+    assert (window.number, window.exit.reason) == (3, "limit-reached")
+
+
+def test_a_resumed_session_that_was_complete_writes_nothing():
+    session = make_session()
+    run(Writer(), session, reports((TOPICS, 1.0)))
+    again = Session.from_json(session.to_json())
+    assert again.exit().reason == "task-complete"
+    writer = Writer()
+    with pytest.raises(SessionEnded, match="task-complete"):
+        run(writer, again)
+    assert (writer.prompts, again.to_json()) == ([], session.to_json())
+
+
+def test_new_facts_open_a_store_that_was_exhausted():
+    session, retriever = make_session(exclude_packed=True, max_windows=20), make_retriever()
+    ended = run(Writer(), session, retriever=retriever)[-1]
+    assert (ended.number, ended.output, ended.exit.reason) == (5, None, "ckf-exhausted")
+    retriever.store.remove(["dns0"])
+    retriever.store.compact()
+    writer = Writer()
+    with pytest.raises(SessionEnded, match="new facts"):
+        run(writer, session, retriever=retriever)
+    assert writer.prompts == []
+    retriever.store.add(["new"], ["a new fact"], np.array([np.eye(4)[0] + QUERY]))
+    first, second = run(writer, Session.from_json(session.to_json()), retriever=retriever)
+    assert [fact.id for fact in first.envelope.facts] == ["new"]
+    assert (first.output, second.output, second.exit.reason) == ("window 5 xxxxx", None, "ckf-exhausted")
+    shards = ShardedRetriever(ShardedStore.split(retriever.store, shards=2))
+    with contextlib.closing(shards.store):
+        assert run(Writer(), session, retriever=shards)[0].envelope.facts[0].id == "new"
+
+
+def test_the_output_is_assembled_where_the_task_is_complete_or_the_limit_reached():
+    complete = run(Writer(), make_session(), reports((("dns",), 0.4), (("cni", "bgp"), 0.95)))
+    assert [window.document for window in complete] == [None, "window 1 x\n\nwindow 2 xx"]
+    at_limit = run(Writer(), make_session(max_windows=3))
+    assert at_limit[-1].document == assemble(window.output for window in at_limit)
+    assert run(Writer(), make_session(exclude_packed=True))[-1].document is None  # exit 3 emits none
+    assert assemble(["a\n\n", "", " \n", "\r\n  b"]) == reference.assemble(["a", "  b"]) == "a\n\n  b"
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_session_that_goes_on_knows_the_outputs_that_it_keeps(keeps):
+    session, seen = make_session(max_windows=3, keep_outputs=keeps), []
+
+    def summary(outputs: list[str]) -> str:
+        seen.append(len(outputs))
+        return ""
+
+    for _ in run_windows(Writer(), QUERY, make_retriever(), session, token_budget=100, assess=NOTHING):
+        break
+    again = Session.from_json(session.to_json())
+    last = run(Writer(), again, backward_summary=summary)[-1]
+    assert seen == ([1, 2] if keeps else [1])
+    assert last.document == ("window 1 x\n\nwindow 2 xx\n\nwindow 3 xxx" if keeps else None)
 
 
 def test_a_budget_that_runs_out_in_a_window_ends_the_loop_after_it():

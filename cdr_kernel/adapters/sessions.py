@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from cdr_kernel.assess import assess as count_words
 from cdr_kernel.forks import Lock
 from cdr_kernel.pack import Envelope, count_tokens_default
-from cdr_kernel.rank import Ranking, cdr_rank
+from cdr_kernel.rank import Ranking, cdr_rank, newest_in
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
@@ -38,6 +39,10 @@ class Sessions:
     What ``rank`` and ``rerank`` hand out last, per session, counts as the window's envelope. One that is empty because
     k is 0 is a ValueError (reading R39). Windows of one session come one after the other; many sessions may be used
     from many threads.
+
+    A session that has ended gets no other window: ``rank``, ``rerank`` and ``update`` raise SessionEnded, and its
+    message says what opens it again. After exhaustion those are new facts: in the store of a ``rank``, among the
+    documents of a ``rerank`` one that the one before was not given.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Sessions:
         self._assess = assess
         self._hashing: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}
         self._rankings: WeakKeyDictionary[Session, Ranking] = WeakKeyDictionary()
+        self._offered: WeakKeyDictionary[Session, tuple[frozenset[str], int]] = WeakKeyDictionary()
         self._lock = Lock()
 
     def get(self, session_id: str | None = None) -> Session:
@@ -77,6 +83,7 @@ class Sessions:
     def rank(self, query: Any, retriever: Retriever, *, k: int | None, session_id: str | None = None) -> Ranking:
         """``cdr_rank`` over a whole store, remembered."""
         session = self.get(session_id)
+        session.check_open(newest_in(retriever))
         return self._remember(session, cdr_rank(query, retriever, session, k=k))
 
     def rerank(
@@ -100,6 +107,8 @@ class Sessions:
         session = self.get(session_id)
         if session.calibrated is not None:
             raise ValueError("mode 'calibrated' measures against the whole store: use the retriever of this adapter")
+        newest = self._newest(session, ids)
+        session.check_open(newest)
         first = {id: place for place, id in reversed(list(enumerate(ids)))}
         places = sorted(first.values())
         store = FactStore(session.dim, embedding_model=session.embedding_model, dtype="float64", **self._hashing)
@@ -109,8 +118,18 @@ class Sessions:
             [embeddings[i] for i in places],
             importance=None if importance is None else [importance[i] for i in places],
         )
-        ranking = cdr_rank(query, Retriever(store), session, k=k)
+        ranking = replace(cdr_rank(query, Retriever(store), session, k=k), newest=newest)
+        with self._lock:
+            self._offered[session] = frozenset(ids), newest
         return [first[fact.id] for fact in ranking.facts], self._remember(session, ranking)
+
+    def _newest(self, session: Session, ids: Sequence[str]) -> int:
+        """What stands for the newest sequence number of documents: one more where there are new ones among them."""
+        last = session.state.last_envelope
+        known = -1 if last is None else last.newest
+        with self._lock:
+            offered, number = self._offered.get(session, (None, known))
+        return number if offered is None or offered.issuperset(ids) else max(number, known) + 1
 
     def handed_out(self, session_id: str | None = None) -> Envelope | None:
         """What the session was given since its last update; None for nothing."""
@@ -119,20 +138,25 @@ class Sessions:
         return None if ranking is None else _envelope(ranking)
 
     def exit(self, session_id: str | None = None) -> Exit:
-        """Whether to stop before the next output is written: safety, limit, exhaustion (reading R32)."""
-        return self.get(session_id).exit(envelope=self.handed_out(session_id))
+        """Whether to stop before the next output is written: all four exits (readings R32 and R37).
+
+        Ask after each ``rank`` or ``rerank`` too: where what it handed out has nothing new, no output is written.
+        """
+        session, envelope = self.get(session_id), self.handed_out(session_id)
+        return session.exit() if envelope is None else session.before_window(envelope)
 
     def update(self, output: str, report: WindowReport | None = None, *, session_id: str | None = None) -> Exit:
         """After a window: cover what output addressed, remember what was handed out; says whether to stop.
 
-        report: what output achieved; None asks ``assess``. Raises what ``Session.update`` raises; then nothing changed.
+        report: what output achieved; None asks ``assess``. Raises what ``Session.update`` raises, and SessionEnded
+        where the session had ended before; then nothing changed.
         """
-        session = self.get(session_id)
+        session, envelope = self.get(session_id), self.handed_out(session_id)
+        session.check_open(-1 if envelope is None else envelope.ranking.newest)
         if report is None and self._assess is not None:
             report = self._assess(output)
         elif report is None:
             report = count_words(output, session.sub_queries, written=session.words)
-        envelope = self.handed_out(session_id)
         session.update(
             report, output, envelope=envelope, embedding_model=report.embedding_model or session.embedding_model
         )

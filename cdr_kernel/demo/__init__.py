@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.arrays import Float64
+from cdr_kernel.assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.constants import CALIBRATED_GATE
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.pack import pack_facts
@@ -139,11 +140,30 @@ def _by_relevance(query: Float64, retriever: Retriever, session: Session, k: int
         if len(envelope.facts):
             output = writer(prompt)
             report = writer.assess(output)
-            session.update(report, output, envelope=envelope)
-            exit = session.exit()  # of the exits, relevance alone knows the limit of windows
+            session.update(report, output, packed=envelope.ranking.ids)
+            exit = session.exit()  # without an envelope: relevance alone knows no exhaustion after window 1
         yield Window.of(session, prompt, ranking, output, report, exit)
         if output is None:
             return
+
+
+def remaining(record: RunRecord, number: int) -> str:
+    """What remains before the window of this number: the anchor, and what earlier windows wrote about in part.
+
+    A sub-topic leaves the anchor as soon as it is addressed (§7.2, reading R36), however little of it was written.
+    """
+    earlier = [window["report"] for window in record.windows[: number - 1]]
+    parts = []
+    for item in record.task.items:
+        words = sum(report["words_by_sub_query"].get(item.id, 0) for report in earlier if report is not None)
+        expected = DEFAULT_EXPECTED_WORDS if item.expected_words is None else item.expected_words
+        if any(report is not None and item.id in report["addressed"] for report in earlier) and words < expected:
+            parts.append(f"{item.label} ({words} of {expected} words)")
+    anchor = record.windows[number - 1]["anchor"]
+    told = [anchor] if anchor else []
+    if parts:
+        told.append(f"Written in part: {', '.join(parts)}")
+    return ". ".join(told) or "Nothing remains."
 
 
 def conclusion(runs: dict[str, RunRecord]) -> str:

@@ -331,7 +331,7 @@ def _envelope(run: Run, index: int, window: Window, opened: bool) -> str:
     told = (
         f'<p class="anchor"><b>Told:</b> {isolated(anchor_text)}</p>'
         if anchor_text
-        else '<p class="anchor">Nothing remained.</p>'
+        else '<p class="anchor">Every sub-topic was addressed before this window.</p>'
     )
     found = window["exit"]
     leave = "No exit was true" if found.get("reason") is None else f"Exit: {h(found['reason'])}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # Triton's own, there inside the server only
 
-from cdr_kernel import FactStore, Ranking, Retriever, Session, rank_many
+from cdr_kernel import FactStore, Ranking, Retriever, Session, SessionEnded, rank_many
 
 K = 10
 """How many facts where a request does not say."""
@@ -49,8 +49,10 @@ class TritonPythonModel:
 
         try:
             k = tensor("K")
-            return tensor("QUERY"), Session.from_json(tensor("SESSION").item().decode()), K if k is None else int(k[0])
-        except (ValueError, TypeError, AttributeError) as error:
+            session = Session.from_json(tensor("SESSION").item().decode())
+            session.check_open(self.retriever.store.newest)
+            return tensor("QUERY"), session, K if k is None else int(k[0])
+        except (SessionEnded, ValueError, TypeError, AttributeError) as error:
             return error
 
     def _alone(self, query: Any, session: Session, k: int) -> Ranking | Exception:
