@@ -21,6 +21,7 @@ EDGES = {
     "adapters",
     "files",
     "lance_record",
+    "lance_sums",
     "snapshot",
     "exchange",
     "durable",
@@ -66,8 +67,9 @@ EDGES = {
 }
 LADDER = [
     {"constants", "_C", "damage"},
-    {"reference", "arrays", "checks", "folder", "tokens"},
-    {"token_hashes", "attributes", "checksums"},
+    {"reference", "arrays", "checks", "checksums", "tokens"},
+    {"token_hashes", "folder"},
+    {"attributes"},
     {"ngram"},
     {"store_columns"},
     {"store_view"},
