@@ -37,8 +37,11 @@ def as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
     x: lists, tuples, numpy arrays of any layout and endianness, torch tensors (bfloat16 becomes float32,
     which is exact). Integers become float64. Raises TypeError for anything that is not numbers, ValueError for
     another number of dimensions than ndim, masked values, and tensors that are not dense (sparse, nested, quantised,
-    float8, without storage). Of a list of vectors the first that is wrong is named.
+    float8, without storage). Of a list of vectors the first that is wrong is named. DamagedFileError for rows of a
+    mapped store that are not as they were written.
     """
+    if isinstance(x, np.ndarray):
+        _C.check_read(x)  # it may be mapped from a store
     if ndim == 2 and isinstance(x, list | tuple) and any(map(_masked, x)):
         raise ValueError(f"{name}: expected no masked values")
     try:
@@ -225,7 +228,9 @@ def take_rows(blocks: Blocks, rows: Int64) -> npt.NDArray[Any]:
     start = 0
     for block in blocks:
         here = (rows >= start) & (rows < start + len(block))
-        out[here] = block[rows[here] - start]
+        inside = rows[here] - start
+        _C.check_read(block, inside)
+        out[here] = block[inside]
         start += len(block)
     return out
 

@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Growing, Int64
 from cdr_kernel.checks import check_order
-from cdr_kernel.folder import read_array, synced
+from cdr_kernel.checksums import Files
+from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.folder import synced
 
 Value: TypeAlias = str | int | float | bool
 Attributes: TypeAlias = "dict[str, tuple[type, list[Value | None]]]"
@@ -122,28 +124,29 @@ class Attribute:
                 file.write(json.dumps(kept._names).encode())
 
     @classmethod
-    def load(cls, kind: type, stem: Path, n: int) -> Attribute:
-        """What ``save`` wrote. Raises ValueError where it is damaged."""
+    def load(cls, kind: type, files: Files, stem: str, n: int) -> Attribute:
+        """What ``save`` wrote. Raises DamagedFileError where it is damaged."""
         made = cls(kind)
-        file = stem.with_suffix(".npy")
-        made._numbers = Growing(read_array(file, _DTYPES[kind], (n,), mapped=False))
+        file = files.data / f"{stem}.npy"
+        made._numbers = Growing(files.array(f"{stem}.npy", _DTYPES[kind], (n,), mapped=False))
         made.rows = n
         least, most = {str: (-1, None), bool: (-1, 1)}.get(kind, (None, None))
         if kind is str:
-            source = stem.with_suffix(".json")
+            source, content = files.data / f"{stem}.json", files.content(f"{stem}.json")
             try:
-                names = json.loads(source.read_bytes())
+                names = json.loads(content)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{source}: not readable JSON ({error})") from None
+                raise DamagedFileError(f"{source}: not readable JSON ({error})", source) from None
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"{source}: expected a list of strings")
+                raise DamagedFileError(f"{source}: expected a list of strings", source)
             made._names, made._codes = names, {name: code for code, name in enumerate(names)}
             most = len(names) - 1
         numbers = made._numbers.buffer
         if n and least is not None and not (least <= numbers.min() and numbers.max() <= most):
-            raise ValueError(f"{file}: expected {least} to {most}, found {numbers.min()} to {numbers.max()}")
+            what = f"expected {least} to {most}, found {numbers.min()} to {numbers.max()}"
+            raise DamagedFileError(f"{file}: {what}", file)
         if kind is float and np.isinf(numbers).any():
-            raise ValueError(f"{file}: expected finite numbers")
+            raise DamagedFileError(f"{file}: expected finite numbers", file)
         return made
 
 

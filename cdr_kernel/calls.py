@@ -13,8 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.forks import Lock, in_child
-from cdr_kernel.partition import ShardDamaged
 from cdr_kernel.shard import Change, Reply, Request
 
 _POLL = 0.002  # between looks for a replica with room
@@ -254,7 +254,7 @@ class Call:
             return
         self._pending.pop(slot, None)
         error = future.exception()
-        if isinstance(error, ShardDamaged):
+        if isinstance(error, DamagedFileError):
             counts.last_error = f"{self.group.name}: {error}"
             self._damaged.add(slot)
             if self.only is not None:  # it is told of the change when it is whole again

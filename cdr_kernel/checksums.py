@@ -1,122 +1,167 @@
-"""Checksums of files by block, and of the scan's codes: whether what was saved is still what it was."""
+"""The checksum of every block of the files in a folder, and the files opened with them.
+
+No byte of such a file is used before its block was checked: small files are checked when they are opened, mapped ones
+block by block when something is read (`_C.CheckedFile`), the rest by ``Files.check``.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+import io
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cdr_kernel.folder import synced
+import numpy as np
+import numpy.typing as npt
 
-BLOCK = 4 << 20
+from cdr_kernel import _C
+from cdr_kernel.damage import DamagedFileError
+
+BLOCK = 1 << 20
 """Bytes under one checksum."""
-_SCAN = "scan.json"
-CODES = "codes.json"
-"""The checksums of the scan's codes, which are saved after the facts."""
+
+_SLICE = 64 << 20  # bytes checked at a time by all threads, after which whoever waits is told
+_SMALL_SLICE = 8 << 20  # and by one
+_HEADER = 4096  # no header of an array is longer
 
 
-def of_folder(data: Path) -> dict[str, list[int]]:
-    """CRC-32 of every block of the files in a folder, by name."""
-    found = {}
-    for path in sorted(data.iterdir()):
-        with open(path, "rb", buffering=0) as file:
-            found[path.name] = [crc for crc, _ in _blocks(file)]
-    return found
+def of_file(path: Path) -> dict[str, Any]:
+    """The length of a file and the CRC-32C of its blocks: {"bytes": int, "crc32c": 8 hexadecimal digits a block}."""
+    count, sums = _C.block_sums(str(path), BLOCK)
+    return {"bytes": count, "crc32c": sums.hex()}
 
 
-def opened(data: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The files of a folder that have checksums, open, so that they can be checked when others have replaced it."""
-    files: dict[str, Any] = {}
+def of_folder(data: Path) -> dict[str, dict[str, Any]]:
+    """`of_file` of the files in a folder, by name."""
+    return {path.name: of_file(path) for path in sorted(data.iterdir()) if path.is_file()}
+
+
+def of_bytes(content: bytes) -> dict[str, Any]:
+    """`of_file` of what a file will hold."""
+    sums = [_C.crc32c(content[at : at + BLOCK]) for at in range(0, len(content), BLOCK)]
+    return {"bytes": len(content), "crc32c": "".join(f"{each:08x}" for each in sums)}
+
+
+def opened(path: Path, listed: object, where: str, *, mapped: bool = True) -> _C.CheckedFile:
+    """A file of which `listed` is what `of_file` said.
+
+    where: what says so, for errors. mapped: see `_C.CheckedFile`. Raises DamagedFileError where the file is gone or has
+    another length, and where `listed` cannot be.
+    """
     try:
-        for name in expected:
-            files[name] = open(data / name, "rb", buffering=0)  # noqa: SIM115  # closed by whoever checks them
-    except BaseException:
-        for file in files.values():
-            file.close()
-        raise
-    return files
-
-
-def damage(
-    files: Mapping[str, Any], expected: Mapping[str, Any], advance: Callable[[int], object] = lambda count: None
-) -> str | None:
-    """What is wrong with open files, None for nothing. advance: told of the bytes read since last."""
-    for name, file in files.items():
-        blocks, place = expected[name], 0
-        try:
-            for crc, size in _blocks(file):
-                advance(size)
-                if place >= len(blocks) or crc != blocks[place]:
-                    return f"{file.name}: block {place} is not as it was written"
-                place += 1
-        except OSError as error:
-            return f"{file.name}: {error.strerror}"
-        if place != len(blocks):
-            return f"{file.name}: expected {len(blocks)} blocks, found {place}"
-    return None
-
-
-def seal_codes(folder: Path) -> None:
-    """Write the checksums of the scan's codes that are in the folder."""
-    data = codes_folder(folder)
-    if data is None:
-        return
-    path = folder / CODES
-    draft = folder / f"{CODES}.draft"
-    draft.unlink(missing_ok=True)
-    with synced(draft) as file:
-        manifest = zlib.crc32((folder / _SCAN).read_bytes())
-        file.write(json.dumps({"data": data.name, "checksums": of_folder(data), "manifest": manifest}).encode())
-    draft.replace(path)
-
-
-def codes_damage(folder: Path, advance: Callable[[int], object] = lambda count: None) -> str | None:
-    """What is wrong with the scan's codes in the folder, None for nothing or where there are none."""
-    data = codes_folder(folder)
-    if data is None:
-        return None
+        count, sums = int(listed["bytes"]), bytes.fromhex(listed["crc32c"])  # type: ignore[index]  # what is no mapping is an error below
+        if count < 0 or len(sums) % 4:
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        what = f"expected the size and the checksums of {path.name} in files, found {listed!r:.80}"
+        raise DamagedFileError(f"{where}: {what}", where) from None
     try:
-        sealed = json.loads((folder / CODES).read_bytes())
-        if sealed["data"] != data.name:
-            return f"{folder / CODES}: of other codes"
-        if sealed.get("manifest", manifest := zlib.crc32((folder / _SCAN).read_bytes())) != manifest:
-            return f"{folder / _SCAN}: not as it was written"
-        files = opened(data, sealed["checksums"])
+        return _C.CheckedFile(str(path), count, sums, BLOCK, mapped)
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path}: expected {count} bytes, found no file", path) from None
+
+
+def check_rest(file: _C.CheckedFile, advance: Callable[[int], object], *, parallel: bool) -> None:
+    """Check what was not checked so far of a file. See ``Files.check``."""
+    while count := file.check_next(_SLICE if parallel else _SMALL_SLICE, parallel):
+        advance(count)
+    file.check()  # what others were given and have not looked at yet, and what they found damaged
+
+
+class Files:
+    """The files of a folder, opened with their checksums as they are asked for.
+
+    Args:
+        data: The folder.
+        listed: What `of_folder` said of it.
+        where: The file that says so, for errors.
+    """
+
+    def __init__(self, data: Path, listed: Mapping[str, Any], where: Path) -> None:
+        self.data = data
+        self._listed = listed
+        self._where = str(where)
+        self._files: dict[str, _C.CheckedFile] = {}
+
+    def file(self, name: str) -> _C.CheckedFile:
+        """The file, opened once. Raises DamagedFileError where it is gone, has another length or is not listed."""
+        found = self._files.get(name)
+        if found is None:
+            found = self._files[name] = opened(self.data / name, self._listed.get(name), self._where)
+        return found
+
+    def mapped(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a file, uint8, mapped and not checked yet: whoever reads them checks them first."""
+        file = self.file(name)
+        return np.frombuffer(memoryview(file), np.uint8) if len(file) else np.zeros(0, np.uint8)
+
+    def content(self, name: str) -> bytes:
+        """The bytes of a file, checked."""
+        raw = self.mapped(name)
+        self.file(name).check()
+        return raw.tobytes()
+
+    def array(self, name: str, dtype: Any, shape: tuple[int, ...], *, mapped: bool) -> npt.NDArray[Any]:
+        """The array in an .npy file, mapped (its header checked), or read and checked.
+
+        Never unpickles; DamagedFileError for any other file, dtype or shape.
+        """
+        raw, path = self.mapped(name), self.data / name
+        self.file(name).check(0, _HEADER)
         try:
-            return damage(files, sealed["checksums"], advance)
-        finally:
-            for file in files.values():
-                file.close()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{folder / CODES}: expected the checksums of the codes ({error})"
+            kind, found, at = _header(raw[:_HEADER].tobytes())
+            a = raw[at:].view(kind)
+            if (kind, found) == (dtype, shape):
+                a = a.reshape(shape)
+        except Exception as error:  # a header that is none makes numpy's parser raise almost anything
+            raise DamagedFileError(f"{path}: not a readable array ({error})", path) from error
+        if (kind, found) != (dtype, shape):
+            what = f"expected {np.dtype(dtype)} {list(shape)}, found {kind} {list(found)}"
+            raise DamagedFileError(f"{path}: {what}", path)
+        if mapped:
+            return a
+        self.file(name).check()
+        return a.copy()
+
+    @property
+    def opened(self) -> list[_C.CheckedFile]:
+        """The files that were opened."""
+        return list(self._files.values())
+
+    @property
+    def verified(self) -> bool:
+        """Whether every block of the files that were opened was checked and found whole."""
+        return all(file.verified for file in self.opened)
+
+    @property
+    def unverified_bytes(self) -> int:
+        """Bytes of the blocks that were not found whole so far."""
+        return sum(file.unverified_bytes for file in self.opened)
+
+    def check(self, advance: Callable[[int], object] = lambda count: None, *, parallel: bool = True) -> None:
+        """Check what was not checked so far of the files that were opened.
+
+        Args:
+            advance: Told of the bytes that were checked since the last call; what it raises ends the work.
+            parallel: Whether by all threads; else by this one, which leaves the others to whoever ranks.
+
+        Raises:
+            DamagedFileError: Something is not as it was written.
+            OSError: The disk cannot give it.
+        """
+        for file in self.opened:
+            check_rest(file, advance, parallel=parallel)
 
 
-def codes_folder(folder: Path) -> Path | None:
-    """Where the scan's codes are, None where there are none."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return folder / Path(json.loads((folder / _SCAN).read_bytes())["data"]).name
-    return None
-
-
-def drop_codes(folder: Path) -> None:
-    """Have no retriever use the codes that are there."""
-    for name in (_SCAN, CODES):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _blocks(file: Any) -> Iterator[tuple[int, int]]:
-    """(CRC-32, length) of every block of a file."""
-    buffer = memoryview(bytearray(BLOCK))
-    while count := _fill(file, buffer):
-        yield zlib.crc32(buffer[:count]), count
-
-
-def _fill(file: Any, buffer: memoryview) -> int:
-    """Read until the buffer is full or the file ends."""
-    count = 0
-    while count < len(buffer) and (read := file.readinto(buffer[count:])):
-        count += read
-    return count
+def _header(raw: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    """(dtype, shape, where the numbers begin) of an .npy file."""
+    file = io.BytesIO(raw)
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"expected version 1.0 of the format, found {version}")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.hasobject:
+        raise ValueError("expected numbers, found Python objects")
+    if fortran and len(shape) > 1:
+        raise ValueError("expected rows one after the other, found columns")
+    return dtype, shape, file.tell()

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from cdr_kernel import checksums, commits, copies, exchange, lance_record, moments, snapshot
+from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Value
 from cdr_kernel.checks import check_order, check_strings
@@ -32,7 +32,7 @@ from cdr_kernel.folder import turn
 from cdr_kernel.forks import Lock
 from cdr_kernel.lance_record import Record
 from cdr_kernel.numbering import Numbering
-from cdr_kernel.record_rows import check_names, check_text, quarantined
+from cdr_kernel.record_rows import check_names, check_text
 from cdr_kernel.replica import Replica
 from cdr_kernel.snapshot import Found
 from cdr_kernel.store import Added, Checked, EmbeddingModelMismatch, FactStore
@@ -276,7 +276,7 @@ class DurableStore:
         """
         with self._lock:
             checking = self._checking is not None and self._checking.is_alive()
-            checked = "none" if self._checking is None else (self._damage or "checked")
+            checked = self._damage or ("none" if self._checking is None else "checked")
             replica = self._replica
             return {
                 "path": str(self.path),
@@ -420,13 +420,13 @@ class DurableStore:
         with self._lock:
             self._check_open()
             record, view, following = self._replica.record, self.facts.view(), self._replica.next_sequence
-        snapshot.write(folder, self.facts, view, record, following)
+            held = self._replica.held
+        snapshot.write(folder, self.facts, view, record, following, held)
         with self._lock:
             self._snapshot_version = record.version
         if codes and len(view) >= WORTH_CODES:
             saved = FactStore.load(folder, tokenizer=self._tokenizer, hash_key=self._hash_key, snapshot=True)
             Retriever(saved).save()
-            checksums.seal_codes(folder)
 
     def compact(self, *, keep: float = 0.0) -> None:
         """Write the record in few files without what was deleted, drop old versions, and write a new snapshot.
@@ -445,6 +445,11 @@ class DurableStore:
                 mapped = self._mapped()
                 if mapped is not None:
                     self.facts.adopt(mapped)
+
+    @property
+    def verified(self) -> bool:
+        """Whether all that is ranked was checked: no block of a snapshot is left to look at."""
+        return self.facts.verified
 
     def verify(self) -> str | None:
         """Wait until all of the snapshot that was opened is checked; what was wrong, None for nothing.
@@ -489,33 +494,38 @@ class DurableStore:
         else:
             replica.facts, replica.next_sequence, replica.version = found.facts, found.next_sequence, found.version
             self._snapshot_version = found.version
-            if found.version == replica.record.version:
-                replica.held = replica.with_newest(replica.record, quarantined)
+            replica.held = found.held
             mapped = self.facts.view().rows
-            self._checking = threading.Thread(target=self._check, args=(found,), name="cdr-snapshot", daemon=True)
+            self._checking = threading.Thread(target=self._check, args=(found.facts,), name="cdr-snapshot")
             self._checking.start()
             replica.with_newest(replica.record, replica.catch_up)
             view = self.facts.view()
             late = (view.rows - mapped) + (view.rows - len(view))
         self._expire_due()
-        if late >= max(WORTH_SNAPSHOT, len(self.facts) // 8):
+        worth = late >= max(WORTH_SNAPSHOT, len(self.facts) // 8)
+        if worth or self._damage is not None:
             with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written: the next open reads on
                 self.snapshot(codes=False)
-                mapped_again = self._mapped()
+                mapped_again = self._mapped() if worth else None
                 if mapped_again is not None:
                     replica.facts = mapped_again
 
     def _from_snapshot(self) -> Found | str:
-        return snapshot.load(
-            self.path / SNAPSHOT, self._replica.record, tokenizer=self._tokenizer, hash_key=self._hash_key
-        )
+        try:
+            return snapshot.load(
+                self.path / SNAPSHOT, self._replica.record, tokenizer=self._tokenizer, hash_key=self._hash_key
+            )
+        except DamagedFileError as error:
+            if self._damage is None:
+                say(f"warning: {error}; the facts are read from the record again")
+            self._damage = str(error)
+            return self._damage
 
     def _mapped(self) -> FactStore | None:
         """The facts of the snapshot that was just written, None where it is of another version already."""
         found = self._from_snapshot()
         if isinstance(found, str):
             return None
-        found.close()
         return found.facts if found.version == self.version else None
 
     def _expire_due(self) -> None:
@@ -530,25 +540,20 @@ class DurableStore:
     def _due_rows(self) -> Int64:
         return self.facts.view().rows_at_most(moments.EXPIRES, moments.now())
 
-    def _check(self, found: Found) -> None:
-        """Check every block of the snapshot that was mapped."""
-        try:
-            with contextlib.suppress(_Closed):
-                self._damage = checksums.damage(found.files, found.checksums, self._stop_when_closed)
-                if self._damage is not None:
-                    try:
-                        self._put_right(self._damage)
-                    except (OSError, ValueError) as error:
-                        say(f"warning: {self.path}: the facts could not be read from the record again ({error})")
-                codes = checksums.codes_damage(self.path / SNAPSHOT, self._stop_when_closed)
-                if codes is not None:
-                    self._damage = self._damage or codes
-                    self._drop_codes(codes)
-        finally:
-            found.close()
+    def _check(self, facts: FactStore) -> None:
+        """Check every block of the snapshot that was mapped, on one thread: the others are for whoever ranks."""
+        with contextlib.suppress(_Closed):
+            try:
+                facts.verify(self._stop_when_closed, parallel=False)
+            except (DamagedFileError, OSError) as error:
+                self._damage = str(error)
+                try:
+                    self._put_right(self._damage)
+                except (OSError, ValueError) as other:
+                    say(f"warning: {self.path}: the facts could not be read from the record again ({other})")
 
     def _stop_when_closed(self, _: int) -> None:
-        if self._closed:
+        if self._closed or not threading.main_thread().is_alive():
             raise _Closed
 
     def _put_right(self, damage: str) -> None:
@@ -559,12 +564,6 @@ class DurableStore:
             self._snapshot_version = None
             with contextlib.suppress(OSError):
                 self.snapshot(codes=False)
-
-    def _drop_codes(self, damage: str) -> None:
-        say(f"warning: {damage}; the codes are made again")
-        with contextlib.suppress(OSError):
-            checksums.drop_codes(self.path / SNAPSHOT)
-        self.facts.renumber()
 
 
 class _Closed(Exception):

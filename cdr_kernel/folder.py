@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from cdr_kernel import checksums
+from cdr_kernel.damage import DamagedFileError
 
 try:
     import fcntl
@@ -52,9 +52,12 @@ class Kind:
     """One kind of thing that is saved.
 
     what: its name in errors. file: the manifest's name. data: what the names of subfolders begin with. format,
-    version: what the manifest must say; versions from `oldest` on are read too. fields: what else is in it, and of
-    which type; integers are 0 to 2^63 - 1. sealed: the version from which on the manifest has a checksum of what it
-    says; None for a kind whose manifests have none.
+    version: what the manifest must say. fields: what else is in it, and of which type; integers are 0 to 2^63 - 1.
+    derived: a pattern of the names of files and folders beside the manifest that are made of what is saved: they go
+    when it is replaced.
+
+    Every manifest has `files`, the checksums of the files in the subfolder, and `identity`, a digest of all it says:
+    what is made of the saved thing names it, and is of no other.
     """
 
     what: str
@@ -63,8 +66,7 @@ class Kind:
     format: str
     version: int
     fields: Mapping[str, type]
-    oldest: int | None = None
-    sealed: int | None = None
+    derived: str = ""
 
     def save(
         self, folder: Path, write: Callable[[Path], dict[str, Any]], beside: Mapping[str, bytes] | None = None
@@ -92,12 +94,12 @@ class Kind:
                 data.mkdir()
                 fields = write(data)
                 manifest = {**fields, "format": self.format, "format_version": self.version, "data": data.name}
+                manifest["files"] = checksums.of_folder(data)
                 if names:
                     manifest["beside"] = names
                 if beside:
                     _write_beside(folder, aside, beside)
-                if self.sealed is not None:
-                    manifest["checksum"] = _checksum(manifest)
+                manifest["identity"] = identity_of(manifest)
                 sync_folder(data)
                 with synced(draft) as file:
                     file.write(json.dumps(manifest, indent=1, sort_keys=True).encode())
@@ -119,7 +121,7 @@ class Kind:
                 for name in sorted(beside):
                     os.replace(aside / name, folder / name)
                 sync_folder(folder)
-            self._sweep(folder, data)
+            self._sweep(folder, data, replaced=True)
 
     def load(self, folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
         """What `read` makes of the folder's manifest.
@@ -139,36 +141,34 @@ class Kind:
         return read(found)
 
     def manifest(self, folder: Path) -> dict[str, Any]:
-        """The folder's manifest. Raises FileNotFoundError where there is none, ValueError where it is damaged."""
+        """The folder's manifest. Raises FileNotFoundError where there is none, DamagedFileError where it is damaged,
+        ValueError where it is of another version."""
         path = folder / self.file
         if not path.is_file():
             raise FileNotFoundError(f"{folder}: no {self.what} here (expected {self.file})")
         try:
             found = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not readable JSON ({error})") from None
+            raise DamagedFileError(f"{path}: not readable JSON ({error})", path) from None
         if not isinstance(found, dict) or found.get("format") != self.format:
-            raise ValueError(f"{path}: expected a manifest of format {self.format!r}")
+            raise DamagedFileError(f"{path}: expected a manifest of format {self.format!r}", path)
         version = found.get("format_version")
-        oldest = self.version if self.oldest is None else self.oldest
-        if type(version) is not int or not oldest <= version <= self.version:
-            reads = self.version if oldest == self.version else f"{oldest} to {self.version}"
-            raise ValueError(f"{path}: format version {version!r}, this version reads {reads}")
-        if self.sealed is not None and (version >= self.sealed or "checksum" in found):
-            written = found.pop("checksum", None)
-            if written != _checksum(found):
-                raise ValueError(f"{path}: not as it was written (its checksum is {written!r}, not {_checksum(found)})")
-        for name, kind in self.fields.items():
+        if type(version) is not int or version != self.version:
+            raise ValueError(f"{path}: format version {version!r}, this version reads {self.version}")
+        written, own = found.get("identity"), identity_of(found)
+        if written != own:
+            raise DamagedFileError(f"{path}: not as it was written (its identity is {written!r}, not {own!r})", path)
+        for name, kind in {**self.fields, "files": dict}.items():
             value = found.get(name)
             counts = isinstance(value, int) and 0 <= value < 2**63
             if type(value) is not kind or (kind is int and not counts):
-                raise ValueError(f"{path}: expected {name} to be {kind.__name__}, found {value!r}")
+                raise DamagedFileError(f"{path}: expected {name} to be {kind.__name__}, found {value!r}", path)
         beside = found.get("beside", [])
         if not isinstance(beside, list) or not all(isinstance(n, str) and _FILE_NAME.fullmatch(n) for n in beside):
-            raise ValueError(f"{path}: expected beside to name files, found {beside!r}")
+            raise DamagedFileError(f"{path}: expected beside to name files, found {beside!r}", path)
         data = found.get("data")
         if not isinstance(data, str) or not re.fullmatch(rf"{re.escape(self.data)}[0-9a-f]{{16}}", data):
-            raise ValueError(f"{path}: expected data to name a subfolder, found {data!r}")
+            raise DamagedFileError(f"{path}: expected data to name a subfolder, found {data!r}", path)
         return found
 
     def check_same(self, folder: Path, data: str) -> None:
@@ -204,14 +204,13 @@ class Kind:
         elif not (folder / self.file).exists():
             self._sweep(folder, None)
 
-    def _sweep(self, folder: Path, data: Path | None) -> None:
-        """Remove what earlier saves left, and those that were killed."""
-        left = re.compile(
-            rf"({re.escape(self.file)}\.)?{re.escape(self.data)}[0-9a-f]{{16}}|"
-            rf"{re.escape(self.data)}[0-9a-f]{{16}}{re.escape(BESIDE)}"
-        )
+    def _sweep(self, folder: Path, data: Path | None, *, replaced: bool = False) -> None:
+        """Remove what earlier saves left, and those that were killed; what was made of data that is replaced, too."""
+        left = rf"({re.escape(self.file)}\.)?{re.escape(self.data)}[0-9a-f]{{16}}|"
+        left += rf"{re.escape(self.data)}[0-9a-f]{{16}}{re.escape(BESIDE)}"
+        names = re.compile(f"{left}|{self.derived}" if self.derived and replaced else left)
         for path in folder.iterdir():
-            if path != data and left.fullmatch(path.name):
+            if path != data and names.fullmatch(path.name):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -284,25 +283,13 @@ def _put_in_place(folder: Path, aside: Path, names: Iterable[str]) -> None:
         aside.rmdir()
 
 
-def _checksum(manifest: Mapping[str, Any]) -> int:
-    """CRC-32 of what a manifest says, however its JSON is laid out."""
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+def identity_of(manifest: Mapping[str, Any]) -> str:
+    """What tells what was saved from anything else: a digest of what its manifest says, however its JSON is laid out.
 
-
-def read_array(file: Path, dtype: Any, shape: tuple[int, ...], *, mapped: bool) -> npt.NDArray[Any]:
-    """The array in an .npy file, mapped or read. Never unpickles; ValueError for any other file, dtype or shape."""
-    a: npt.NDArray[Any]
-    try:
-        if mapped and 0 not in shape:  # which cannot be mapped
-            a = np.lib.format.open_memmap(file, mode="r")
-        else:
-            with open(file, "rb") as opened:
-                a = np.lib.format.read_array(opened, allow_pickle=False)
-    except Exception as error:  # a damaged header makes numpy's parser raise almost anything
-        raise ValueError(f"{file}: not a readable array ({error})") from error
-    if a.dtype != dtype or a.shape != shape or not a.flags.c_contiguous:
-        raise ValueError(f"{file}: expected {np.dtype(dtype)} {list(shape)}, found {a.dtype} {list(a.shape)}")
-    return np.asarray(a)
+    A manifest names the checksums of all blocks of its files, and the subfolder that this save alone has.
+    """
+    said = {name: value for name, value in manifest.items() if name != "identity"}
+    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class synced:

@@ -24,7 +24,9 @@ import numpy as np
 
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import RESERVED
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.folder import sync_folder
+from cdr_kernel.lance_sums import Sums
 from cdr_kernel.numbering import Numbering
 
 FORMAT = "cdr-durable-store"
@@ -39,6 +41,9 @@ _SOURCE_PLACE = re.compile(r"(, )?(\S*/)?\S+\.rs:\d+:\d+")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _BATCH = 65536
 _MANIFEST_END = b"LANC"
+_MANIFEST = re.compile(r"[0-9]{20}\.manifest")
+_CONDITIONS = re.compile(r"\b(?:status|sequence|expires_at)\b")  # columns that conditions name
+_ATTEMPTS = 100
 _ACKNOWLEDGED = "_acknowledged"  # in the dataset: the newest version whose commit was on the disk
 _OTHERS_AT_WORK = 3600.0  # seconds for which a version may be read by a writer that no lock keeps out
 
@@ -58,12 +63,16 @@ class Record:
     """One version of the dataset in a folder.
 
     about: dim, dtype, embedding model, tokenizer, hash key's fingerprint, Unicode version and numbering (JSON), all as
-    text. numbering: whose the sequence numbers are. version: int; grows with every commit.
+    text. numbering: whose the sequence numbers are. version: int; grows with every commit. sums: what is known of the
+    files, which are checked before they are read; None for a dataset without checksums, of which whoever reads it sees
+    to that.
     """
 
-    def __init__(self, path: Path, dataset: Any) -> None:
+    def __init__(self, path: Path, dataset: Any, sums: Sums | None = None) -> None:
         self.path = path
         self._dataset = dataset
+        self._sums = sums
+        self._checked: set[tuple[int, str]] = set()  # fragments with columns
         metadata = {key.decode(): value.decode() for key, value in (dataset.schema.metadata or {}).items()}
         if metadata.get("cdr:format") != FORMAT:
             raise ValueError(f"{path}: expected a dataset of format {FORMAT!r}, found another Lance dataset")
@@ -100,18 +109,34 @@ class Record:
                     _sync(Path(folder) / name)
                 sync_folder(Path(folder))
             sync_folder(path.parent)
-        return cls(path, dataset)
+        sums = Sums(path)
+        sums.seal((path / "_versions").glob("*.manifest"))
+        return cls(path, dataset, sums)
 
     @classmethod
-    def open(cls, path: Path, version: int | None = None) -> Record:
-        """The newest version, or the one asked for. Raises ValueError where it cannot be read or is not there."""
-        lance = lance_module()
+    def open(cls, path: Path, version: int | None = None, sums: Sums | None = None) -> Record:
+        """The newest version, or the one asked for.
+
+        sums: what is known of the files already. Raises DamagedFileError where the version's manifest is not as it was
+        written, ValueError where it cannot be read or is not there.
+        """
+        lance, sums = lance_module(), sums or Sums(path)
+        for _ in range(_ATTEMPTS):
+            wanted = newest_version(path) if version is None else version
+            if wanted is None:  # Lance says what is wrong
+                break
+            try:
+                _check_manifest(path, wanted, sums)
+                break
+            except FileNotFoundError:  # others have taken it away since
+                if version is not None:
+                    break
         try:
-            return cls(path, lance.dataset(str(path), version=version))
+            return cls(path, lance.dataset(str(path), version=wanted), sums)
         except ValueError as error:
             if version is not None and exists(path):
                 raise ValueError(f"{path}: no version {version} here ({_plain(str(error))})") from None
-            raise ValueError(f"{path}: {_plain(str(error))}") from None
+            raise DamagedFileError(f"{path}: {_plain(str(error))}", path) from None
         except OSError as error:
             raise _plain_error(error, path) from None
         except BaseException as error:
@@ -120,9 +145,7 @@ class Record:
 
     def newest(self) -> Record:
         """The newest version: this one, or what others have committed."""
-        with said_plainly(self.path):
-            latest = int(self._dataset.latest_version)
-        return self if latest == self.version else Record.open(self.path)
+        return self if newest_version(self.path) == self.version else Record.open(self.path, sums=self._sums)
 
     @property
     def attributes(self) -> dict[str, type]:
@@ -144,21 +167,65 @@ class Record:
         return _fingerprint(self._manifest(version))
 
     def _manifest(self, version: int) -> Path:
-        return self.path / "_versions" / f"{2**64 - 1 - version:020}.manifest"
+        return _manifest_of(self.path, version)
+
+    def _check(self, columns: Iterable[str] | None, fragments: Iterable[int] | None = None) -> None:
+        """Raises DamagedFileError unless what is read of these columns of these fragments (None: all) is as it was
+        written. Every read comes after it."""
+        if self._sums is None:
+            return
+        wanted = [""] if columns is None else sorted(columns)
+        numbers = None if fragments is None else set(fragments)
+        for fragment in self._dataset.get_fragments():
+            number = int(fragment.fragment_id)
+            if numbers is not None and number not in numbers:
+                continue
+            missing = [name for name in wanted if not self._checked & {(number, name), (number, "")}]
+            if not missing:
+                continue
+            metadata = fragment.metadata
+            if metadata.deletion_file is not None:
+                self._sums.check(self.path / metadata.deletion_file.path(number))
+            for file in metadata.files:
+                path = self.path / "data" / file.path
+                if columns is None:
+                    self._sums.check(path)
+                else:
+                    self._sums.check_columns(path, missing)
+            self._checked.update((number, name) for name in missing)
+
+    def _check_rows(self, where: str | None) -> None:
+        """The same of all columns of the rows of which a condition holds."""
+        if self._sums is None:
+            return
+        if where is None:
+            self._check(None)
+            return
+        self._check(_named(["sequence"], where))
+        found = self._dataset.to_table(columns=["sequence"], filter=where, with_row_address=True)
+        self._check(None, np.unique(found["_rowaddr"].to_numpy() >> np.uint64(32)).tolist())
 
     def count(self, status: str | None = None) -> int:
         """Rows, or those of a status."""
         with said_plainly(self.path):
+            self._check(["status"])
             return int(self._dataset.count_rows(None if status is None else f"status = '{status}'"))
 
     def read(self, columns: Iterable[str] | None = None, where: str | None = None) -> Any:
         """A table of these columns (all for None) of the rows of which an SQL condition holds."""
+        names = None if columns is None else list(columns)
         with said_plainly(self.path):
-            return self._dataset.to_table(columns=None if columns is None else list(columns), filter=where)
+            if names is None:
+                self._check_rows(where)
+            else:
+                self._check(_named(names, where))
+            return self._dataset.to_table(columns=names, filter=where)
 
     def batches(self, where: str | None = None) -> Iterator[Any]:
         """All columns of the rows of which a condition holds, in batches of up to 65,536, in the order of sequence."""
         sequence = self.read(["sequence"], where)["sequence"].to_numpy()
+        with said_plainly(self.path):
+            self._check_rows(where)
         if (np.diff(sequence) > 0).all():
             with said_plainly(self.path):
                 yield from self._dataset.to_batches(filter=where, batch_size=_BATCH, scan_in_order=True)
@@ -201,10 +268,13 @@ class Record:
         missing = {name: kind for name, kind in kinds.items() if name not in self.attributes}
         if not missing:
             return self
+        before = self.version
         with said_plainly(self.path):
             self._dataset.add_columns(pa.schema(_columns(missing)))
             self._sync_commit(self._dataset)
-        return Record.open(self.path)
+        if self.version != before + 1:  # Lance puts new columns on top of what others have committed meanwhile
+            raise _conflict(f"{self.path}: another writer was quicker")
+        return Record.open(self.path, self.version, self._sums)
 
     def commit(self, rows: Any = None, removed: Int64 | None = None) -> Record:
         """The record without the rows of the sequence numbers `removed` and with the table `rows`, in one commit.
@@ -231,13 +301,14 @@ class Record:
                 return self
             made = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
             self._sync_commit(made)
-        return Record(self.path, made)
+        return Record(self.path, made, self._sums)
 
     def _without(self, out: Int64, added: int | None) -> tuple[list[Any], list[int]]:
         """(fragments that keep some rows, with their new deletion files; ids of those that keep none)."""
         if not len(out):
             return [], []
         dataset = self._dataset
+        self._check(["sequence"])
         table = dataset.to_table(columns=["sequence"], with_row_address=True)
         sequence, address = table["sequence"].to_numpy(), table["_rowaddr"].to_numpy()
         hit = np.isin(sequence, out)
@@ -248,6 +319,7 @@ class Record:
             dataset.update_schema_metadata({_NEXT: str(least)})  # no number is given twice
             if dataset.version != before + 1:
                 raise _conflict(f"{self.path}: another writer was quicker")
+            self._seal([self._manifest(dataset.version)])
         home = (address >> np.uint64(32)).astype(np.int64)
         changed, gone = [], []
         for number in np.unique(home[hit]).tolist():
@@ -271,6 +343,7 @@ class Record:
         lance_module()
         with said_plainly(self.path):
             dataset = self._dataset
+            self._check(None)  # what is damaged must not be written again as if it were whole
             plan = Compaction.plan(dataset, {"materialize_deletions": True, "materialize_deletions_threshold": 0.0})
             made = [task.execute(dataset) for task in plan.tasks]
             if made:
@@ -278,10 +351,12 @@ class Record:
                     self._sync_new(self.path / folder)
                 Compaction.commit(dataset, made)
                 self._sync_commit(dataset)
-        record = Record.open(self.path)
+        record = Record.open(self.path, sums=self._sums)
         with said_plainly(self.path):
             older_than = timedelta(seconds=keep if alone else max(keep, _OTHERS_AT_WORK))
             record._dataset.cleanup_old_versions(older_than, delete_unverified=alone)
+        if alone and self._sums is not None:
+            self._sums.sweep()
         return record
 
     def versions(self) -> list[tuple[int, float]]:
@@ -294,12 +369,11 @@ class Record:
         return {"fragments": len(self._dataset.get_fragments()), "record_bytes": bytes_in(self.path)}
 
     def _sync_files(self, data: list[Any], deletions: list[Any]) -> None:
-        for fragment in data:
-            for file in fragment.files:
-                _sync(self.path / "data" / file.path)
-        for fragment in deletions:
-            if fragment.deletion_file is not None:
-                _sync(self.path / fragment.deletion_file.path(fragment.id))
+        files = [self.path / "data" / file.path for fragment in data for file in fragment.files]
+        files += [self.path / f.deletion_file.path(f.id) for f in deletions if f.deletion_file is not None]
+        for path in files:
+            _sync(path)
+        self._seal(files)
         for folder, some in (("data", data), ("_deletions", deletions)):
             if some and (self.path / folder).is_dir():
                 sync_folder(self.path / folder)
@@ -309,10 +383,16 @@ class Record:
             for path in folder.iterdir():
                 _sync(path)
             sync_folder(folder)
+            self._seal(path for path in folder.iterdir() if path.name[0] != ".")  # which others are still writing
+
+    def _seal(self, files: Iterable[Path]) -> None:
+        if self._sums is not None:
+            self._sums.seal(files)
 
     def _sync_commit(self, dataset: Any) -> None:
         """Make a commit durable: its manifest, and the names of it and of its transaction."""
         _sync(self._manifest(dataset.version))
+        self._seal([self._manifest(dataset.version)])
         for folder in ("_transactions", "_versions"):
             if (self.path / folder).is_dir():
                 sync_folder(self.path / folder)
@@ -373,12 +453,43 @@ def set_torn_aside(path: Path) -> str | None:
     newest = manifests[0]
     acknowledged = _acknowledged(path)
     if acknowledged is not None and acknowledged >= 2**64 - 1 - int(newest.stem):
-        raise ValueError(
+        raise DamagedFileError(
             f"{newest}: damaged, its end was there when its commit was acknowledged: put it back from a copy, or "
-            "rename it to .torn to go on without that commit"
+            "rename it to .torn to go on without that commit",
+            newest,
         )
     newest.rename(newest.with_suffix(".torn"))
     return newest.name
+
+
+def newest_version(path: Path) -> int | None:
+    """The newest version that is there; Lance's own hint of it is not asked. None where there is none."""
+    try:
+        names = [entry.name for entry in os.scandir(path / "_versions")]
+    except OSError:
+        return None
+    numbers = [int(name[:20]) for name in names if _MANIFEST.fullmatch(name)]
+    return 2**64 - 1 - min(numbers) if numbers else None
+
+
+def _manifest_of(path: Path, version: int) -> Path:
+    return path / "_versions" / f"{2**64 - 1 - version:020}.manifest"
+
+
+def _check_manifest(path: Path, version: int, sums: Sums) -> None:
+    """Raises DamagedFileError where a version's manifest is not as it was written, FileNotFoundError where it is gone.
+
+    A writer that was killed between its commit and the checksums has left none: nobody was told of that commit.
+    """
+    manifest = _manifest_of(path, version)
+    acknowledged = _acknowledged(path)
+    if sums.sealed(manifest) or (acknowledged is not None and version <= acknowledged):
+        sums.check(manifest)
+
+
+def _named(columns: Iterable[str], where: str | None) -> list[str]:
+    """The columns that are read for these and a condition."""
+    return list({*columns, *(_CONDITIONS.findall(where) if where else ())})
 
 
 def _acknowledged(path: Path) -> int | None:
@@ -411,23 +522,23 @@ def said_plainly(path: Path | str) -> Iterator[None]:
 
     try:
         yield
-    except CommitConflictError:
+    except (CommitConflictError, DamagedFileError):
         raise
     except (OSError, RuntimeError) as error:
         if "commit conflict" in str(error).lower():
             raise _conflict(_plain(str(error))) from error
         raise _plain_error(error, path) from error
     except ValueError as error:  # Arrow's: of damaged files
-        raise ValueError(f"{path}: {_plain(str(error))}") from error
+        raise DamagedFileError(f"{path}: {_plain(str(error))}", path) from error
     except BaseException as error:
         _raise_panic(error, path)
         raise
 
 
 def _raise_panic(error: BaseException, path: Path | str) -> None:
-    """A ValueError in place of a panic of Lance, which is no Exception and would go past every handler."""
+    """A DamagedFileError in place of a panic of Lance, which is no Exception and would go past every handler."""
     if type(error).__name__ == "PanicException":
-        raise ValueError(f"{path}: damaged ({_plain(str(error))})") from error
+        raise DamagedFileError(f"{path}: damaged ({_plain(str(error))})", path) from error
 
 
 def _plain_error(error: Exception, path: Path | str) -> OSError:

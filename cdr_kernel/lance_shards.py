@@ -21,7 +21,6 @@ import secrets
 import shutil
 import unicodedata
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.copies import of_view
-from cdr_kernel.folder import turn
+from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.folder import identity_of, turn
 from cdr_kernel.lance_record import Record, lance_module, said_plainly, schema_of
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import (
@@ -39,12 +39,12 @@ from cdr_kernel.partition import (
     ShardDamaged,
     Write,
     check_manifest,
-    damage_in,
     empty_store,
     save_part,
 )
 from cdr_kernel.record_rows import check_text, from_rows, to_rows
 from cdr_kernel.store import FactStore
+from cdr_kernel.store_folder import digest_of
 
 FORMAT = "cdr-lance-partition"
 FORMAT_VERSION = 1
@@ -91,12 +91,14 @@ class LanceHome:
                 raise KeyError("format")
             if found["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"{where}: format version {found['format_version']!r}, this version reads 1")
+            if found["identity"] != identity_of(found):
+                raise DamagedFileError(f"{where}: not as it was written (its identity is {found['identity']!r})", where)
             for name, kind in {**KIND.fields, "datasets": dict, "attributes": dict}.items():
                 if type(found[name]) is not kind:
                     raise KeyError(name)
             for name in found["shards"]:
-                version, written = found["datasets"][name]
-                if type(version) is not int or not isinstance(written, str):
+                version, *digests = found["datasets"][name]
+                if type(version) is not int or [type(each) for each in digests] != [str, str]:
                     raise KeyError(f"datasets[{name!r}]")
         except (LookupError, TypeError) as error:
             raise ValueError(f"{where}: expected the manifest of a partition, found none of {error}") from None
@@ -114,6 +116,7 @@ class LanceHome:
             self.manifest()
         written = write({name: _Dataset(self._of(name), self.storage_options) for name in fields["shards"]})
         manifest = {**fields, "datasets": dict(written), "format": FORMAT, "format_version": FORMAT_VERSION}
+        manifest["identity"] = identity_of(manifest)
         row = pa.table({"manifest": [json.dumps(manifest, sort_keys=True)]})
         with said_plainly(self._of(INDEX)):
             lance.write_dataset(row, self._of(INDEX), mode="overwrite", storage_options=self.storage_options)
@@ -136,9 +139,9 @@ class LanceHome:
         hasher: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}
         if name not in manifest["shards"]:
             return empty_store(manifest, **hasher), 0
-        version, written = manifest["datasets"][name]
-        digest = hashlib.blake2b(self._of(name).encode(), digest_size=8).hexdigest()
-        place = Path(self.cache) / f"{name}-{digest}"
+        version, written, digest = manifest["datasets"][name]
+        address = hashlib.blake2b(self._of(name).encode(), digest_size=8).hexdigest()
+        place = Path(self.cache) / f"{name}-{address}"
         folder = place / f"{version}-{written}"
         facts = _cached(folder, verify, hasher)
         if facts is None:
@@ -146,9 +149,12 @@ class LanceHome:
                 facts = _cached(folder, verify, hasher)
                 if facts is None:
                     _clear(place)
-                    save_part(self._read(name, version, written, empty_store(manifest, **hasher)), folder)
-                    _seal(folder)
-                    facts = FactStore.load(folder, **hasher)
+                    read = self._read(name, version, written, empty_store(manifest, **hasher))
+                    if digest_of(read.view()) != digest:
+                        what = f"version {version} of {self._of(name)} is not as it was written"
+                        raise ShardDamaged(f"{name} is damaged: {what}", self._of(name))
+                    save_part(read, folder)
+                    facts = FactStore.load(folder, verify=verify, **hasher)
         return facts, manifest["shards"][name]
 
     def _read(self, name: str, version: int, written: str, facts: FactStore) -> FactStore:
@@ -183,7 +189,8 @@ class LanceHome:
 
 @dataclass(frozen=True)
 class _Dataset:
-    """Writes a shard's facts as the newest version of its dataset; gives that version and what names this write."""
+    """Writes a shard's facts as the newest version of its dataset; gives that version, what names this write, and the
+    digest of the facts."""
 
     address: str
     storage_options: Mapping[str, str] | None
@@ -218,31 +225,18 @@ class _Dataset:
         reader = pa.RecordBatchReader.from_batches(schema, batches())
         with said_plainly(self.address):
             dataset = lance.write_dataset(reader, self.address, mode="overwrite", storage_options=self.storage_options)
-        return [int(dataset.version), written]
+        return [int(dataset.version), written, digest_of(view)]
 
 
 def _cached(folder: Path, verify: bool, hasher: dict[str, Any]) -> FactStore | None:
     """What is in the cache, if it can be used."""
     try:
-        seal = int(_seal_of(folder).read_text())
-        damage = damage_in(folder, seal) if verify else None
-        if damage is None:
-            return FactStore.load(folder, **hasher)
+        return FactStore.load(folder, verify=verify, **hasher)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        damage = str(error)
-    warnings.warn(f"{damage}; the shard is read from its dataset again", stacklevel=4)
-    return None
-
-
-def _seal(folder: Path) -> None:
-    """Say that a folder is whole."""
-    _seal_of(folder).write_text(str(zlib.crc32((folder / "manifest.json").read_bytes())))
-
-
-def _seal_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.crc")
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{error}; the shard is read from its dataset again", stacklevel=4)
+        return None
 
 
 def _clear(place: Path) -> None:
@@ -250,5 +244,3 @@ def _clear(place: Path) -> None:
     for path in place.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.suffix == ".crc":
-            path.unlink(missing_ok=True)

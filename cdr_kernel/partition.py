@@ -10,10 +10,7 @@ the sequence numbers of the whole, so that equal scores come in one order howeve
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +19,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from cdr_kernel import checksums
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import KINDS
 from cdr_kernel.damage import DamagedFileError
@@ -32,6 +28,7 @@ from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.store import FactStore, StoreView
+from cdr_kernel.store_folder import KIND as STORE
 
 BY = ("source", "id")
 KIND = Kind(
@@ -40,8 +37,6 @@ KIND = Kind(
     data="shards-",
     format="cdr-partition",
     version=2,
-    oldest=1,
-    sealed=2,
     fields={
         "by": str,
         "dim": int,
@@ -52,9 +47,9 @@ KIND = Kind(
         "numbering": list,
         "store_version": int,
         "shards": dict,
+        "attributes": dict,
     },
 )
-_MANIFEST = "manifest.json"  # of a shard's own folder
 CHUNK = 65536
 """Facts that are moved at a time."""
 
@@ -227,7 +222,7 @@ def partition(
         like, version, following = empty_store(manifest, **hasher), manifest["store_version"], manifest["next_sequence"]
         numbering = numbering_in(manifest)
         views = [source.open(name, **hasher)[0].view() for name in manifest["shards"]]
-        kinds = kinds_in(manifest) or {name: kind for view in views for name, kind in view.attribute_types.items()}
+        kinds = kinds_in(manifest)
     fields = manifest_fields(
         like,
         dict.fromkeys(names, 0),
@@ -243,41 +238,10 @@ def partition(
 
 
 def save_part(part: FactStore, path: Path) -> None:
-    """Write the facts of a shard to a folder, with checksums and the codes of a scan where there are enough facts for
-    them."""
-    part.save(path, about=lambda data: {"checksums": checksums.of_folder(data)})
+    """Write the facts of a shard to a folder, with the codes of a scan where there are enough facts for them."""
+    part.save(path)
     if len(part) >= WORTH_CODES:
         Retriever(FactStore.load(path, tokenizer=part.tokenizer, hash_key=part.hash_key)).save()
-        checksums.seal_codes(path)
-
-
-def damage_in(folder: Path, manifest: int) -> str | None:
-    """What is wrong with a folder that `save_part` wrote, None for nothing. manifest: CRC-32 of its manifest.
-
-    Every block is read. Codes of a scan that are damaged are taken away, with a warning: they are made again.
-    """
-    path = folder / _MANIFEST
-    try:
-        written = path.read_bytes()
-        if zlib.crc32(written) != manifest:
-            return f"{path}: not as it was written"
-        found = json.loads(written)
-        data, sums = folder / found["data"], found["about"]["checksums"]
-        files = checksums.opened(data, sums)
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
-    try:
-        damage = checksums.damage(files, sums)
-    finally:
-        for file in files.values():
-            file.close()
-    if damage is None and (codes := checksums.codes_damage(folder)) is not None:
-        try:
-            checksums.drop_codes(folder)
-        except OSError:  # a folder that cannot be written
-            return codes
-        warnings.warn(f"{codes}; the codes are made again", stacklevel=2)
-    return damage
 
 
 def manifest_fields(
@@ -314,19 +278,17 @@ def check_manifest(found: dict[str, Any], where: str) -> dict[str, Any]:
     check_by(found["by"])
     names = found["shards"]
     if not names or not all(type(version) is int and version >= 0 for version in names.values()):
-        raise ValueError(f"{where}: expected a version for every shard, found {names!r}")
+        raise DamagedFileError(f"{where}: expected a version for every shard, found {names!r}", where)
     return found
 
 
-def kinds_in(manifest: Mapping[str, Any]) -> dict[str, type] | None:
-    """Types of the further columns by name; None where a partition does not say."""
-    listed = manifest.get("attributes")
-    if listed is None:
-        return None
+def kinds_in(manifest: Mapping[str, Any]) -> dict[str, type]:
+    """Types of the further columns by name."""
+    listed = manifest["attributes"]
     try:
         return {name: KINDS[kind] for name, kind in listed.items()}
-    except (AttributeError, KeyError, TypeError):
-        raise ValueError(f"{KIND.file}: expected the types of attributes, found {listed!r}") from None
+    except (KeyError, TypeError):
+        raise DamagedFileError(f"{KIND.file}: expected the types of attributes, found {listed!r}") from None
 
 
 def numbering_in(manifest: Mapping[str, Any]) -> Numbering:
@@ -382,9 +344,9 @@ class Folder:
         """See `Home`."""
         where = str(Path(self.path) / KIND.file)
         found = check_manifest(KIND.manifest(Path(self.path)), where)
-        sums = found.get("manifests", dict.fromkeys(found["shards"], 0))  # the first partitions have none
-        if not isinstance(sums, dict) or sums.keys() != found["shards"].keys():
-            raise ValueError(f"{where}: expected a checksum of the manifest of every shard, found {sums!r:.80}")
+        stores = found.get("stores")
+        if not isinstance(stores, dict) or stores.keys() != found["shards"].keys():
+            raise DamagedFileError(f"{where}: expected the store of every shard, found {stores!r:.80}", where)
         return found
 
     def save(self, fields: Mapping[str, Any], write: Callable[[Mapping[str, Write]], Mapping[str, Any]]) -> None:
@@ -399,8 +361,7 @@ class Folder:
 
         def written(data: Path) -> dict[str, Any]:
             write({name: partial(save_part, path=data / name) for name in fields["shards"]})
-            sums = {name: zlib.crc32((data / name / _MANIFEST).read_bytes()) for name in fields["shards"]}
-            return {**fields, "manifests": sums}
+            return {**fields, "stores": {name: STORE.manifest(data / name)["identity"] for name in fields["shards"]}}
 
         KIND.save(folder, written)
 
@@ -419,11 +380,14 @@ class Folder:
             if name not in manifest["shards"]:
                 return empty_store(manifest, tokenizer=tokenizer, hash_key=hash_key), 0
             folder = Path(self.path) / manifest["data"] / name
-            if verify and "manifests" in manifest:
-                damage = damage_in(folder, manifest["manifests"][name])
-                if damage is not None:
-                    raise ShardDamaged(f"{name} is damaged: {damage}")
-            facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key)
+            try:
+                facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key, verify=verify)
+            except DamagedFileError as error:
+                raise ShardDamaged(f"{name} is damaged: {error}", error.file, error.block) from error
+            except FileNotFoundError as error:
+                raise ShardDamaged(f"{name} is damaged: {error}", folder) from error
+            if facts.view().identity != manifest["stores"][name]:
+                raise ShardDamaged(f"{name} is damaged: {folder}: not the store that the partition was made of", folder)
             return facts, manifest["shards"][name]
 
         return KIND.load(Path(self.path), read)
@@ -453,7 +417,7 @@ def open_shard(
 ) -> tuple[FactStore, int]:
     """(the facts of a shard, its version); for a name that the partition does not know, no facts and version 0.
 
-    verify: whether to read all of it first and compare it with its checksums (partitions of the first version have
-    none). Raises ShardDamaged where it is not as it was written, and what ``FactStore.load`` raises.
+    verify: whether to check all of it first; else what is mapped is checked before it is read, as in
+    ``FactStore.load``. Raises ShardDamaged where it is not as it was written, and what ``FactStore.load`` raises.
     """
     return home_of(home).open(name, tokenizer=tokenizer, hash_key=hash_key, verify=verify)

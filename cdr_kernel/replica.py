@@ -161,7 +161,7 @@ class Replica:
             try:
                 return use(record)
             except (OSError, ValueError):
-                newer = Record.open(record.path)
+                newer = Record.open(record.path)  # what is known of the files may be of others of the same names
                 if newer.version == record.version:
                     raise
                 record = newer

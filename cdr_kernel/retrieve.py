@@ -5,7 +5,6 @@ Always a threshold search, never a top-K before the gate: a top-K by relevance i
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -117,6 +116,7 @@ class Retriever:
         self._codes: ScanIndex | None = None
         self._look = True
         self._coding: threading.Thread | None = None
+        self._uncodable = -1  # the layout whose rows cannot be read
         self._forget_index()
 
     def _forget_index(self) -> None:
@@ -208,7 +208,8 @@ class Retriever:
     def save(self) -> None:
         """Write the codes into the folder that the store was loaded from, where the next retriever finds them.
 
-        Raises ValueError where the store was not loaded from a folder or has changed since (save it, load it again) and
+        They name the saved store that they are of: a later save of it takes them away. Raises ValueError where the
+        store was not loaded from a folder, has changed since or was saved anew by another (save it, load it again) and
         for a retriever that has no codes.
         """
         if self.kind != "scan":
@@ -218,7 +219,7 @@ class Retriever:
             raise ValueError("store: expected one that was loaded from a folder and has not changed since")
         self.prepare()
         assert self._codes is not None
-        self._codes.save(self.store.path)
+        self._codes.save(self.store.path, view)
 
     def codes(self, view: StoreView) -> ScanIndex | DeviceIndex | None:
         """What finds rows without reading them on the host: the codes that serve this view, the device's rows, or None.
@@ -237,22 +238,33 @@ class Retriever:
         if index is not None and index.layout != view.layout:
             index = None
         coded = 0 if index is None else index.rows
-        if view.rows - coded >= max(WORTH_CODES, coded // 8) and (self._coding is None or not self._coding.is_alive()):
+        worth = view.rows - coded >= max(WORTH_CODES, coded // 8) and view.layout != self._uncodable
+        if worth and (self._coding is None or not self._coding.is_alive()):
             self._coding = threading.Thread(target=self._code, args=(view,), name="cdr-codes")
             self._coding.start()
         return index
 
     def _saved_codes(self, view: StoreView) -> ScanIndex | None:
-        """Those in the store's folder, looked for once; codes of other rows, or damaged ones, are made again."""
+        """Those in the store's folder, looked for once; codes of another store, or damaged ones, are made again."""
         path, self._look = (self.store.path if self._look else None), False
         if path is not None and view.layout == 0:
-            with contextlib.suppress(FileNotFoundError, ValueError):
+            try:
                 self._codes = ScanIndex.load(path, view)
+            except FileNotFoundError:
+                pass
+            except DamagedFileError as error:
+                warnings.warn(f"{error}; the codes are made again", stacklevel=2)
+            except (OSError, ValueError):  # codes that cannot be read, or of another store
+                pass
         return self._codes
 
     def _code(self, view: StoreView) -> None:
-        with contextlib.suppress(_Abandoned):
+        try:
             self._make_codes(view, _stop_at_exit)
+        except _Abandoned:
+            pass
+        except (DamagedFileError, OSError):  # of the rows: whoever searches comes upon it too, and is told
+            self._uncodable = view.layout
 
     def _make_codes(self, view: StoreView, advance: Callable[[int], object] | None) -> None:
         with self._lock:

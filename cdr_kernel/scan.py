@@ -7,7 +7,6 @@ takes, never what it finds.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +18,15 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.arrays import Float32, Float64, Int64, as_array
+from cdr_kernel.checksums import Files
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.folder import Kind, read_array, synced
+from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.folder import Kind, synced
 from cdr_kernel.forks import Lock
 from cdr_kernel.mapped import MappedFiles
-from cdr_kernel.store import StoreView
+from cdr_kernel.store_folder import KIND as STORE
+from cdr_kernel.store_view import StoreView
 
 FORMAT = "cdr-scan-index"
 FORMAT_VERSION = 1
@@ -36,14 +38,13 @@ _KIND = Kind(
     data="scan-",
     format=FORMAT,
     version=FORMAT_VERSION,
-    fields={"dim": int, "rows": int, "alpha": str, "fingerprint": str},
+    fields={"dim": int, "rows": int, "alpha": str, "store": str},
 )
 _NUMBERS = 4  # rho, two betas and the scale per row
 _CHUNK = 8192  # rows coded at a time
 _ALIGNMENT = 64
 _EXPONENT = 0.75  # weights are deviations to this power: measured, it gives the smallest error under one scale per row
 _LEAST_WEIGHT = 1e-3  # of the largest: directions in which the sample does not vary
-_PRINTED_ROWS = 256
 _FLOAT64_PCA = 1024  # dimensions beyond which the eigenvectors are computed in float32
 
 
@@ -75,10 +76,9 @@ class _Run:
 class _State:
     """What readers use, replaced as a whole."""
 
-    def __init__(self, rotation: _C.Rotation, runs: tuple[_Run, ...], alpha: float, fingerprint: str) -> None:
+    def __init__(self, rotation: _C.Rotation, runs: tuple[_Run, ...], alpha: float) -> None:
         self.runs = runs
         self.alpha = alpha
-        self.fingerprint = fingerprint
         self.rows = sum(map(len, runs))
         self.compiled = _C.Codes(rotation, [run.arrays for run in runs], alpha)
 
@@ -97,7 +97,7 @@ class ScanIndex:
         self._matrix, self._mean, self._weight = matrix, mean, weight
         self._rotation = _C.Rotation(matrix, mean, weight)
         self._lock = Lock()
-        self._state = _State(self._rotation, (), 0.0, _fingerprint(view, 0))
+        self._state = _State(self._rotation, (), 0.0)
 
     @classmethod
     def build(
@@ -157,7 +157,7 @@ class ScanIndex:
             runs = list(state.runs)
             while runs and not runs[-1].mapped and len(runs[-1]) <= 2 * len(run):
                 run = _joined(runs.pop(), run)
-            self._state = _State(self._rotation, (*runs, run), alpha, _fingerprint(view, view.rows))
+            self._state = _State(self._rotation, (*runs, run), alpha)
         return added
 
     def candidates(self, columns: Columns, view: StoreView) -> Int64:
@@ -219,19 +219,38 @@ class ScanIndex:
             k,
         )
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], view: StoreView) -> None:
         """Write the codes to a folder that ``load`` opens, replacing an index that is there.
 
         As with ``FactStore.save``: a new subfolder, synced, then named by the manifest, which is renamed into place;
-        saves take turns.
+        saves take turns. The codes name the saved store that they were made of and are of no other.
+
+        Args:
+            folder: The folder, as a rule that of the store.
+            view: A view that the codes were made of, of a store that was loaded from a folder.
+
+        Raises:
+            FileExistsError: There is a file in place of the folder.
+            ValueError: The view is of no saved store, some codes are of rows that were added since, or the folder holds
+                another store by now. Save the store, load it and make the codes again.
         """
         home = Path(folder)
         state = self._state
+        self._check(view)
         if home.exists() and not home.is_dir():
             raise FileExistsError(f"{home}: expected a folder, found a file")
-        _KIND.save(home, lambda data: self._write(state, data))
+        store = view.identity
+        if store is None or state.rows > view.saved_rows:
+            raise ValueError(
+                f"view: expected codes of a store as it was loaded from a folder, found {state.rows} rows of which "
+                f"{0 if store is None else view.saved_rows} were saved: save the store and load it again"
+            )
+        _KIND.save(home, lambda data: self._write(state, home, data, store))
 
-    def _write(self, state: _State, data: Path) -> dict[str, Any]:
+    def _write(self, state: _State, home: Path, data: Path, store: str) -> dict[str, Any]:
+        there = STORE.manifest(home)["identity"] if (home / STORE.file).is_file() else store
+        if there != store:
+            raise ValueError(f"{home}: the store was replaced since these codes were made: load it again")
         runs = state.runs or (_Run.empty(0, self.dim),)
         arrays = {name: [run.arrays[i] for run in runs] for i, name in enumerate(_Run.NAMES)}
         arrays |= {"matrix": [self._matrix], "mean": [self._mean], "weight": [self._weight]}
@@ -241,29 +260,32 @@ class ScanIndex:
             "dim": self.dim,
             "rows": state.rows,
             "alpha": state.alpha.hex(),
-            "fingerprint": state.fingerprint,
+            "store": store,
         }
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], view: StoreView) -> ScanIndex:
         """Map an index that ``save`` wrote of the first rows of this view.
 
-        Raises FileNotFoundError where there is none, ValueError saying what is wrong where it is damaged, of a later
-        format or of other rows. Nothing is ever unpickled.
+        Every byte is checked first. Raises FileNotFoundError where there is none, DamagedFileError where it is not as
+        it was written, ValueError where it is of another format or of another store. Nothing is ever unpickled.
         """
         home = Path(folder)
         return _KIND.load(home, lambda manifest: cls._read(home, manifest, view))
 
     @classmethod
     def _read(cls, home: Path, manifest: dict[str, Any], view: StoreView) -> ScanIndex:
-        data, dim, n = home / manifest["data"], manifest["dim"], manifest["rows"]
-        if dim != view.dim or n > view.rows:
-            raise ValueError(f"{home}: expected codes of up to {view.rows} rows [{view.dim}], found {n} of [{dim}]")
-        if manifest["fingerprint"] != _fingerprint(view, n):
-            raise ValueError(f"{home}: the codes are of other rows than the store's")
+        dim, n = manifest["dim"], manifest["rows"]
+        if manifest["store"] != view.identity:
+            raise ValueError(f"{home}: the codes are of other facts than the store's")
+        if dim != view.dim or n > view.saved_rows:
+            raise ValueError(
+                f"{home}: expected codes of up to {view.saved_rows} rows [{view.dim}], found {n} of [{dim}]"
+            )
+        files = Files(home / manifest["data"], manifest["files"], home / _KIND.file)
 
         def read(name: str, dtype: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-            return read_array(data / f"{name}.npy", dtype, shape, mapped=True)
+            return files.array(f"{name}.npy", dtype, shape, mapped=True)
 
         index = cls(
             read("matrix", np.float32, (dim, dim)).copy(),
@@ -273,14 +295,16 @@ class ScanIndex:
         )
         shapes = [(np.int8, (n, width)) for width in _C.scan_widths(dim)] + [(np.float32, (n, _NUMBERS))]
         run = _Run(tuple(read(name, *shape) for name, shape in zip(_Run.NAMES, shapes, strict=True)), mapped=True)
+        files.check()  # before the first search, which reads most of it anyway
         try:
             alpha = float.fromhex(manifest["alpha"])
         except (ValueError, OverflowError):
             alpha = -1.0
         if not 0.0 <= alpha < np.inf:
-            raise ValueError(f"{home / _KIND.file}: expected alpha to be a number, found {manifest['alpha']!r}")
-        index._state = _State(index._rotation, (run,) if n else (), alpha, manifest["fingerprint"])
-        index.mapped_files = MappedFiles(data / f"{name}.npy" for name in _Run.NAMES)
+            what = f"expected alpha to be a number, found {manifest['alpha']!r}"
+            raise DamagedFileError(f"{home / _KIND.file}: {what}", home / _KIND.file)
+        index._state = _State(index._rotation, (run,) if n else (), alpha)
+        index.mapped_files = MappedFiles(home / manifest["data"] / f"{name}.npy" for name in _Run.NAMES)
         return index
 
     def _check(self, view: StoreView) -> None:
@@ -353,15 +377,6 @@ def _joined(first: _Run, second: _Run) -> _Run:
         out[: len(a)], out[len(a) :] = a, b
         arrays.append(out)
     return _Run(tuple(arrays))
-
-
-def _fingerprint(view: StoreView, rows: int) -> str:
-    """Of the first rows: of the norms of all and the bytes of some."""
-    some = np.unique(np.linspace(0, rows - 1, _PRINTED_ROWS).astype(np.int64)) if rows else np.zeros(0, np.int64)
-    digest = hashlib.sha256(f"{view.blocks[0].dtype} {rows} {view.dim}".encode())
-    digest.update(np.ascontiguousarray(view.squared_norms[:rows]).data)
-    digest.update(view.take(some).data)
-    return digest.hexdigest()
 
 
 def _save_parts(path: Path, parts: list[npt.NDArray[Any]]) -> None:

@@ -1,61 +1,64 @@
 """A snapshot: the facts of one version of a record in the folder format of ``FactStore``, mapped and disposable.
 
-It says which version of which record it is of, and has a checksum of every block of its files. Whatever does not fit
-is no snapshot: the facts are read from the record again.
+It says which version of which record it is of, and which facts were quarantined then. Its blocks have checksums as
+those of any store. Whatever does not fit is no snapshot: the facts are read from the record again.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from cdr_kernel import checksums
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.folder import LOCK, turn
 from cdr_kernel.lance_record import Record
 from cdr_kernel.store import FactStore, StoreView, check_store_folder
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
 
+Held: TypeAlias = "dict[str, tuple[int, str | None, int]]"
+"""Sequence numbers, reasons and first sequence numbers of quarantined facts, by id."""
+
 
 class Found(NamedTuple):
-    """A snapshot that was opened: its facts, the version they are of, the next sequence number then, its files, open
-    to be checked, and what their checksums must be."""
+    """A snapshot that was opened: its facts, the version that they are of, and of that version the next sequence number
+    and the quarantined facts."""
 
     facts: FactStore
     version: int
     next_sequence: int
-    files: dict[str, Any]
-    checksums: dict[str, list[int]]
-
-    def close(self) -> None:
-        """Close the files; the facts stay mapped."""
-        for file in self.files.values():
-            file.close()
+    held: Held
 
 
-def write(folder: Path, facts: FactStore, view: StoreView, record: Record, next_sequence: int) -> None:
+def write(folder: Path, facts: FactStore, view: StoreView, record: Record, next_sequence: int, held: Held) -> None:
     """Save a view as the snapshot of this version of the record, replacing the one that is there."""
     _clear_what_is_damaged(folder)
-    key = {"version": record.version, "fingerprint": record.fingerprint(), "next_sequence": next_sequence}
-    facts.save(folder, view=view, about=lambda data: {"record": key, "checksums": checksums.of_folder(data)})
+    key = {
+        "version": record.version,
+        "fingerprint": record.fingerprint(),
+        "next_sequence": next_sequence,
+        "quarantined": [[id, *entry] for id, entry in held.items()],
+    }
+    facts.save(folder, view=view, about=lambda data: {"record": key})
 
 
 def load(
     folder: Path, record: Record, *, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None
 ) -> Found | str:
-    """The snapshot of this version of the record or an earlier one; why not, where there is none that can be used."""
+    """The snapshot of this version of the record or an earlier one; why not, where there is none that can be used.
+
+    Raises DamagedFileError where it is not as it was written, as far as a load looks.
+    """
     try:
         facts = FactStore.load(folder, tokenizer=tokenizer, hash_key=hash_key, snapshot=True)
+    except DamagedFileError:
+        raise
     except (OSError, ValueError) as error:
         return f"{error}"
-    except Exception as error:  # a damaged header makes numpy's parser raise almost anything
-        return f"{type(error).__name__}: {error}"
     key = facts.about.get("record")
-    sums = facts.about.get("checksums")
-    if not isinstance(key, dict) or not isinstance(sums, dict) or not all(isinstance(s, list) for s in sums.values()):
-        return f"{folder}: expected the version of a record and checksums, found none"
+    if not isinstance(key, dict):
+        return f"{folder}: expected the version of a record, found none"
     version, following = key.get("version"), key.get("next_sequence")
     if type(version) is not int or type(following) is not int or version > record.version:
         return f"{folder}: expected a version up to {record.version}, found {version!r}"
@@ -66,13 +69,9 @@ def load(
         about[name] for name in ("dim", "dtype", "embedding_model")
     ):
         return f"{folder}: expected the record's dimension, dtype and model"
-    data = folder / facts.about["data"]
-    try:
-        if set(os.listdir(data)) != sums.keys():
-            return f"{data}: expected a checksum for every file"
-        return Found(facts, version, following, checksums.opened(data, sums), sums)
-    except OSError as error:
-        return f"{data}: {error.strerror}"
+    return Found(
+        facts, version, following, {id: (sequence, reason, first) for id, sequence, reason, first in key["quarantined"]}
+    )
 
 
 def _clear_what_is_damaged(folder: Path) -> None:

@@ -6,8 +6,12 @@ was while others add and remove: whoever ranks works on one consistent version w
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -16,10 +20,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel import store_folder
+from cdr_kernel import _C, store_folder
 from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, odd_row, scale_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
 from cdr_kernel.checks import check_order, check_strings, counted, few
+from cdr_kernel.checksums import Files, check_rest
+from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.forks import Lock
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
@@ -44,6 +50,8 @@ __all__ = [
 ]
 
 DTYPES = ("float16", "float32", "float64")
+
+_AT_ONCE = 64 << 20  # bytes up to which a load checks what it maps; more is checked as it is read, and behind it
 
 
 class EmbeddingModelMismatch(ValueError):
@@ -298,6 +306,27 @@ class FactStore:
         """Give no sequence number below this one from now on."""
         with self._lock:
             self._next_sequence = max(self._next_sequence, following)
+
+    @property
+    def verified(self) -> bool:
+        """Whether all that is mapped from the disk was checked and is as it was written; True for a store in memory."""
+        files = self._view._storage.files
+        return files is None or files.verified
+
+    def verify(self, progress: Callable[[int], object] = lambda count: None, *, parallel: bool = True) -> None:
+        """Check now what is mapped from the disk and was not checked yet, rather than when it is read.
+
+        Args:
+            progress: Told of the bytes that were checked since the last call; what it raises ends the work.
+            parallel: Whether by all threads; else by this one, which leaves the others to whoever ranks.
+
+        Raises:
+            DamagedFileError: A file is not as it was written. It names the file and the block.
+            OSError: The disk cannot give a block.
+        """
+        files = self._view._storage.files
+        if files is not None:
+            files.check(progress, parallel=parallel)
 
     @property
     def ids(self) -> list[str]:
@@ -623,12 +652,6 @@ class FactStore:
             self._view = self._view_of(new, np.ones(len(keep), np.bool_), view.version + 1, view.layout + 1)
             return removed
 
-    def renumber(self) -> None:
-        """Have whoever keeps something by row, such as a retriever, make it anew."""
-        with self._lock:
-            view = self._view
-            self._view = self._view_of(view._storage, view.alive, view.version + 1, view.layout + 1)
-
     def adopt(self, other: FactStore) -> None:
         """Become what the other store is, with its rows and their numbers; the other must not be used any more.
 
@@ -684,6 +707,7 @@ class FactStore:
         hash_key: HashKey | None = None,
         scratch: str | os.PathLike[str] | None = None,
         snapshot: bool = False,
+        verify: bool = False,
     ) -> FactStore:
         """Open a folder that ``save`` wrote.
 
@@ -692,16 +716,16 @@ class FactStore:
         0.4 s for a million. tokenizer, hash_key: those of the store where it was made with
         some; the folder holds the tokenizer's name and the key's fingerprint alone. scratch: as for a new store.
         snapshot: whether the snapshot of a durable store is meant; where it is not, a warning says whose it is.
+        verify: whether to check all bytes before returning, as ``verify`` does.
 
         While others save into the folder, this is the store of the last save; what is mapped then stays as it is.
 
-        Raises FileNotFoundError where there is no store, ValueError saying what is wrong for another tokenizer or
-        key and where there is a damaged store or one of a later format. Nothing is ever unpickled.
+        Raises FileNotFoundError where there is no store, DamagedFileError (a ValueError) where a file is not as it was
+        written, ValueError for another tokenizer or key and for a store of another format. Nothing is ever unpickled.
 
-        Checked are the manifest, the sizes and shapes of the files, and the ranges and order of all numbers but the
-        vectors; ids that are there twice are found when ids are indexed. Not checked is what only a second look at all
-        bytes could tell: bits that have changed inside the embeddings, texts, ids and tokens, or within the range of a
-        number.
+        Every block of every file has a checksum. The manifest and the numbers are checked here, and all of a small
+        store; of a large one what is mapped is checked block by block before it is first read, and the rest on a
+        thread behind this call. A ranking or a lookup that comes upon damage raises DamagedFileError.
         """
         folder = Path(path)
 
@@ -726,6 +750,12 @@ class FactStore:
             return store
 
         found: FactStore = KIND.load(folder, read)
+        files = found._view._storage.files
+        assert files is not None
+        if verify or files.unverified_bytes <= _AT_ONCE:
+            files.check()
+        elif not snapshot:  # a durable store looks after its own
+            _check_behind(files)
         if "record" in found.about and not snapshot:
             whose = folder.resolve().parent
             warnings.warn(
@@ -734,6 +764,39 @@ class FactStore:
                 stacklevel=2,
             )
         return found
+
+
+def _check_behind(files: Files) -> None:
+    """Check the files of a store on a thread of its own, which ends with the store and with the program.
+
+    It rests as long as it works, so that whoever reads the disk meanwhile has at least half of it.
+    """
+    store = weakref.ref(files)
+    since = time.monotonic()
+
+    def rest(_: int) -> None:
+        nonlocal since
+        time.sleep(min(1.0, time.monotonic() - since))
+        if not threading.main_thread().is_alive() or store() is None:
+            raise _Ended
+        since = time.monotonic()
+
+    def work(parts: list[_C.CheckedFile]) -> None:
+        try:
+            while parts:
+                check_rest(parts.pop(), rest, parallel=False)
+        except _Ended:
+            pass
+        except (DamagedFileError, OSError) as error:
+            with contextlib.suppress(Warning):  # where warnings are errors: whoever reads the file is told too
+                warnings.warn(f"{error}: whatever reads it raises this", RuntimeWarning, stacklevel=2)
+
+    with contextlib.suppress(RuntimeError):  # no thread can be had: blocks are checked as they are read
+        threading.Thread(target=work, args=(files.opened,), name="cdr-verify").start()
+
+
+class _Ended(Exception):
+    """Nobody has the store any more, or the program ends."""
 
 
 def _same_length(values: Sequence[Any], m: int, name: str) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cdr_kernel._C import CheckedFile
 from cdr_kernel.arrays import Blocks, Growing, Int64, New
 from cdr_kernel.attributes import Attribute
+from cdr_kernel.checksums import Files
 from cdr_kernel.forks import Lock
 from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.token_hashes import TOKEN_BYTES, TokenBlock
@@ -27,12 +29,21 @@ _PIECE_BYTES = 2 << 30  # of rows in memory that lie in one array
 
 
 class Strings(Sequence[str]):
-    """Append-only strings: a mapped part (UTF-8 bytes and offsets) and a list of what came later."""
+    """Append-only strings: a mapped part (UTF-8 bytes and offsets) and a list of what came later.
 
-    def __init__(self, offsets: Int64 | None = None, utf8: npt.NDArray[np.uint8] | None = None) -> None:
+    file: that the bytes are mapped from; those of a string are checked before they are read.
+    """
+
+    def __init__(
+        self,
+        offsets: Int64 | None = None,
+        utf8: npt.NDArray[np.uint8] | None = None,
+        file: CheckedFile | None = None,
+    ) -> None:
         # as plain arrays: a memmap's own type makes every look at one string several times as dear
         self._offsets = np.zeros(1, np.int64) if offsets is None else np.asarray(offsets)
         self._utf8 = np.zeros(0, np.uint8) if utf8 is None else np.asarray(utf8)
+        self._file = file
         self._mapped = len(self._offsets) - 1
         self._tail: list[str] = []
 
@@ -45,6 +56,8 @@ class Strings(Sequence[str]):
         if row >= self._mapped:
             return self._tail[row - self._mapped]
         start, stop = self._offsets[row], self._offsets[row + 1]
+        if self._file is not None and not self._file.verified:
+            self._file.check(int(start), int(stop))
         return self._utf8[start:stop].tobytes().decode("utf-8", "surrogatepass")
 
     def at(self, rows: Int64) -> list[str]:
@@ -54,7 +67,9 @@ class Strings(Sequence[str]):
             return [tail[row] for row in rows.tolist()]
         inside = rows < mapped
         first = np.where(inside, rows, 0)
-        starts, stops = self._offsets[first].tolist(), self._offsets[first + 1].tolist()
+        begin, end = self._offsets[first], self._offsets[first + 1]
+        self._check(begin, end)
+        starts, stops = begin.tolist(), end.tolist()
         utf8 = self._utf8.data
         return [
             str(utf8[start:stop], "utf-8", "surrogatepass") if here else tail[row - mapped]
@@ -76,7 +91,9 @@ class Strings(Sequence[str]):
             return found
         ends = np.cumsum([0, *map(len, texts)])
         keys = np.unique(_keys(np.frombuffer(b"".join(texts), np.uint8), ends[:-1], ends[1:]))
-        of_rows = _keys(self._utf8, self._offsets[rows[early]], self._offsets[rows[early] + 1])
+        starts, stops = self._offsets[rows[early]], self._offsets[rows[early] + 1]
+        self._check(starts, stops)
+        of_rows = _keys(self._utf8, starts, stops)
         at = np.minimum(np.searchsorted(keys, of_rows), len(keys) - 1)
         likely = early[keys[at] == of_rows]
         found[likely] = [text in known for text in self.at(rows[likely])]
@@ -85,10 +102,16 @@ class Strings(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         for first in range(0, self._mapped, CHUNK):
             offsets = self._offsets[first : first + CHUNK + 1]
+            if self._file is not None:
+                self._file.check(int(offsets[0]), int(offsets[-1]))
             utf8 = self._utf8[offsets[0] : offsets[-1]].tobytes()
             for start, stop in pairwise((offsets - offsets[0]).tolist()):
                 yield utf8[start:stop].decode("utf-8", "surrogatepass")
         yield from self._tail
+
+    def _check(self, starts: Int64, stops: Int64) -> None:
+        if self._file is not None and not self._file.verified:
+            self._file.check_spans(starts, stops)
 
     def write(self, at: int, strings: Iterable[str]) -> None:
         """Put strings at row `at` and on, dropping what an interrupted call may have left there."""
@@ -191,6 +214,8 @@ class Storage:
     mapped_files: MappedFiles = field(default_factory=MappedFiles)
     source_codes: Attribute = field(default_factory=lambda: Attribute(str))  # made when a filter first asks
     coding: Lock = field(default_factory=Lock)
+    files: Files | None = None  # that the mapped part lies in
+    identity: str | None = None  # of the saved store that the mapped part is
 
     @property
     def mapped_rows(self) -> int:

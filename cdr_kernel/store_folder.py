@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import unicodedata
@@ -14,7 +15,9 @@ import numpy as np
 
 from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
-from cdr_kernel.folder import BESIDE, LOCK, Kind, read_array, synced
+from cdr_kernel.checksums import Files
+from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.folder import BESIDE, LOCK, Kind, synced
 from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
@@ -45,7 +48,6 @@ KIND = Kind(
     data="data-",
     format=FORMAT,
     version=FORMAT_VERSION,
-    oldest=1,  # which knew no attributes
     fields={
         "dim": int,
         "dtype": str,
@@ -56,8 +58,10 @@ KIND = Kind(
         "facts": int,
         "next_sequence": int,
         "numbering": list,
-        "files": dict,
+        "attributes": dict,
+        "about": dict,
     },
+    derived=r"scan\.json|(scan\.json\.)?scan-[0-9a-f]{16}",  # the codes of a scan
 )
 _UNFINISHED = re.compile(  # names that saves give, of stores and of the scan indexes beside them
     rf"{re.escape(LOCK)}|scan\.json|(manifest\.json\.)?data-[0-9a-f]{{16}}|(scan\.json\.)?scan-[0-9a-f]{{16}}|"
@@ -110,58 +114,55 @@ def write(
         "numbering": numbering.listed(),
         "attributes": attributes,
         "about": {} if about is None else dict(about(data)),
-        "files": {file.name: file.stat().st_size for file in sorted(data.iterdir())},
     }
 
 
 def read(folder: Path, manifest: Mapping[str, Any], dtype: np.dtype[Any], *, mmap: bool, new: New) -> Storage:
     """The columns that a manifest names, checked as `FactStore.load` says.
 
-    dtype: of the embeddings. mmap: whether embeddings, texts and tokens are mapped. new: makes the arrays of what will
-    be added.
+    dtype: of the embeddings. mmap: whether embeddings, texts and tokens are mapped, and checked when they are read; all
+    else is checked here. new: makes the arrays of what will be added.
     """
     data = folder / manifest["data"]
-    sizes = manifest["files"]
+    files = Files(data, manifest["files"], folder / KIND.file)
     further = _attribute_files(folder, manifest)
-    for name in sorted(_FILES | {n for files in further.values() for n in files[2:]}):
-        file, size = data / name, sizes.get(name)
-        if type(size) is not int:
-            raise ValueError(f"{folder / KIND.file}: expected the size of {name} in files, found {size!r}")
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise ValueError(f"{file}: expected {size} bytes, found {'no file' if found is None else found}")
+    for name in sorted(_FILES | {n for each in further.values() for n in each[2:]}):
+        files.file(name)
     n, dim = manifest["facts"], manifest["dim"]
 
     def numbers(name: str, kind: Any, least: float, most: float) -> Growing:
-        file = data / f"{name}.npy"
-        a = read_array(file, kind, (n,), mapped=False)
+        a = files.array(f"{name}.npy", kind, (n,), mapped=False)
         if n and not (least <= a.min() and a.max() <= most):
             bad = int(np.flatnonzero(~((a >= least) & (a <= most)))[0])
-            raise ValueError(f"{file}: expected {least:g} to {most:g}, found {a[bad]} in row {bad}")
+            raise _wrong(data / f"{name}.npy", f"expected {least:g} to {most:g}, found {a[bad]} in row {bad}")
         return Growing(a)
 
     def offsets(name: str) -> Int64:
-        file = data / f"{name}.npy"
-        a = read_array(file, np.int64, (n + 1,), mapped=mmap)
+        a = files.array(f"{name}.npy", np.int64, (n + 1,), mapped=mmap)
+        files.file(f"{name}.npy").check()
         if a[0] != 0 or (a[1:] < a[:-1]).any():
-            raise ValueError(f"{file}: expected offsets from 0 on that never fall")
+            raise _wrong(data / f"{name}.npy", "expected offsets from 0 on that never fall")
         return a
 
     def strings(name: str) -> Strings:
-        ends, file, size = offsets(f"{name}_offsets"), data / f"{name}.utf8", sizes[f"{name}.utf8"]
-        if ends[-1] != size:
-            raise ValueError(f"{data / name}_offsets.npy: expected {size} (the bytes of {file.name}) at the end")
-        return Strings(ends, np.memmap(file, np.uint8, "r") if mmap and size else np.fromfile(file, np.uint8))
+        ends, file = offsets(f"{name}_offsets"), files.file(f"{name}.utf8")
+        if ends[-1] != len(file):
+            raise _wrong(data / f"{name}_offsets.npy", f"expected {len(file)} (the bytes of {name}.utf8) at the end")
+        utf8 = files.mapped(f"{name}.utf8")
+        if mmap:
+            return Strings(ends, utf8, file)
+        file.check()
+        return Strings(ends, utf8.copy())
 
-    embeddings = read_array(data / "embeddings.npy", dtype, (n, dim), mapped=mmap)
+    embeddings = files.array("embeddings.npy", dtype, (n, dim), mapped=mmap)
     ends = offsets("token_offsets")
-    tokens = read_array(data / "tokens.npy", np.uint8, (TOKEN_BYTES * int(ends[-1]),), mapped=mmap)
+    tokens = files.array("tokens.npy", np.uint8, (TOKEN_BYTES * int(ends[-1]),), mapped=mmap)
     sequence = numbers("sequence", np.int64, 0, manifest["next_sequence"] - 1)
     if (sequence.buffer[1:] <= sequence.buffer[:-1]).any():
-        raise ValueError(f"{data / 'sequence.npy'}: expected ascending numbers")
+        raise _wrong(data / "sequence.npy", "expected ascending numbers")
     first_sequence = numbers("first_sequence", np.int64, 0, manifest["next_sequence"] - 1)
     if not _are_first(first_sequence.buffer, sequence.buffer):
-        raise ValueError(f"{data / 'first_sequence.npy'}: expected each number once, at most that in sequence.npy")
+        raise _wrong(data / "first_sequence.npy", "expected each number once, at most that in sequence.npy")
     return Storage(
         mapped=embeddings if n else None,
         tail=Pieces(dim, dtype, new),
@@ -174,9 +175,43 @@ def read(folder: Path, manifest: Mapping[str, Any], dtype: np.dtype[Any], *, mma
         texts=strings("texts"),
         tokens=Tokens(mapped=(ends, tokens) if n else None),
         sources=strings("sources"),
-        attributes={name: Attribute.load(kind, data / stem, n) for name, (kind, stem, *_) in further.items()},
+        attributes={name: Attribute.load(kind, files, stem, n) for name, (kind, stem, *_) in further.items()},
         mapped_files=MappedFiles([data / name for name in _MAPPED] if mmap else []),
+        files=files,
+        identity=manifest["identity"],
     )
+
+
+def digest_of(view: StoreView) -> str:
+    """A digest of all facts of a view, which any store of the same facts in the same order has: 32 hexadecimal digits.
+
+    What is carried by a format without checksums is compared with it.
+    """
+    digest, rows, storage = hashlib.blake2b(digest_size=16), np.flatnonzero(view.alive), view._storage
+
+    def add(*values: Any) -> None:
+        digest.update(json.dumps(values).encode() + b"\n")
+
+    add(view.dim, view.blocks[0].dtype.name, view.embedding_model)
+    add(view.tokens.tokenizer_name, view.tokens.key_fingerprint, len(rows))
+    for start in range(0, len(rows), CHUNK):
+        some = rows[start : start + CHUNK]
+        numbers = view.sequence[some], view.first_sequence[some], storage.positions.buffer[some]
+        for array in (view.take(some), view.importance[some], *numbers):
+            digest.update(array.tobytes())
+        for name in _TEXTS:
+            add(name, getattr(storage, name).at(some))
+    for name, column in sorted(storage.attributes.items()):
+        values = column.values(rows)
+        if any(value is not None for value in values):  # else the same facts may come without the column
+            add(name, column.kind.__name__)
+            for start in range(0, len(rows), CHUNK):
+                add(values[start : start + CHUNK])
+    return digest.hexdigest()
+
+
+def _wrong(file: Path, what: str) -> DamagedFileError:
+    return DamagedFileError(f"{file}: {what}", file)
 
 
 def check_store_folder(folder: Path) -> None:
@@ -241,7 +276,7 @@ def _are_first(first: Int64, sequence: Int64) -> bool:
 
 def _attribute_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Of each attribute of a manifest: its type, the stem of its files and their names."""
-    listed = manifest.get("attributes", {})
+    listed = manifest["attributes"]
     try:
         found = {}
         for name, entry in listed.items():
@@ -251,5 +286,5 @@ def _attribute_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tup
             found[name] = (kind, stem, f"{stem}.npy", *([f"{stem}.json"] if kind is str else []))
     except (AttributeError, KeyError, TypeError, ValueError):
         what = "a type and a file for each of the attributes"
-        raise ValueError(f"{folder / KIND.file}: expected {what}, found {listed!r}") from None
+        raise _wrong(folder / KIND.file, f"expected {what}, found {listed!r}") from None
     return found

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cdr_kernel import _C
 from cdr_kernel.arrays import Blocks, Float64, Int64, take_rows
 from cdr_kernel.attributes import Attribute, Value, Where, check_mask, chosen, mapping_key, rows_key, where_text
 from cdr_kernel.forks import cached_property
@@ -42,7 +43,8 @@ class StoreView:
     """One version of a store, unchanged whatever the store does next. R rows, removed ones included.
 
     blocks: the embeddings as stored, arrays [R_i, D] of one dtype, read one after the other: the mapped part, then what
-    was added, 2 GiB an array.
+    was added, 2 GiB an array. What is mapped is checked by whoever reads it: the package's own loops, ``take`` and
+    ``embeddings`` do so.
     squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
     ascending. first_sequence: int64 [R], the sequence number with which a fact was added; an upsert keeps it. tokens:
     the token hashes of the texts, for n-gram guards. version: the number of changes the store had seen; layout: how
@@ -90,8 +92,21 @@ class StoreView:
 
     @property
     def embeddings(self) -> npt.NDArray[Any]:
-        """[R, D] as stored; a copy where there are several blocks."""
+        """[R, D] as stored; a copy where there are several blocks. Raises DamagedFileError where what is mapped is not
+        as it was written."""
+        for block in self.blocks:
+            _C.check_read(block)
         return self.blocks[0] if len(self.blocks) == 1 else np.concatenate(self.blocks)
+
+    @property
+    def identity(self) -> str | None:
+        """What tells the saved store that the first rows were loaded from; None where they were not."""
+        return self._storage.identity
+
+    @property
+    def saved_rows(self) -> int:
+        """How many rows that saved store has."""
+        return self._storage.mapped_rows
 
     @property
     def ids(self) -> list[str]:

@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -14,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "checked_file.h"
 #include "exact.h"
 #include "ngram.h"
 #include "pool.h"
@@ -30,6 +33,23 @@ using Array = py::array_t<T, py::array::c_style>;
 
 void expect(bool ok, const std::string& message) {
   if (!ok) throw py::value_error(message);
+}
+
+// The file that the bytes of an array are mapped from, while some of it is unchecked; null for any other array. A view
+// of a mapped array is known too: NumPy keeps what owns its memory as its base.
+cdr::CheckedFile* unchecked_file_of(const py::array& a) {
+  py::object owner = py::reinterpret_borrow<py::object>(a);
+  while (owner) {
+    if (py::isinstance<py::array>(owner))
+      owner = py::reinterpret_borrow<py::array>(owner).base();
+    else if (PyMemoryView_Check(owner.ptr()))
+      owner = py::reinterpret_borrow<py::object>(PyMemoryView_GET_BUFFER(owner.ptr())->obj);
+    else
+      break;
+  }
+  if (!owner || !py::isinstance<cdr::CheckedFile>(owner)) return nullptr;
+  cdr::CheckedFile* file = owner.cast<cdr::CheckedFile*>();
+  return file->verified() ? nullptr : file;
 }
 
 // A tuple of C-ordered, aligned [N, D] arrays of one float type. The arrays must outlive the Rows.
@@ -53,7 +73,7 @@ cdr::Rows rows_from(const py::tuple& blocks) {
       expect(rows.dim >= 1, "blocks: expected at least one dimension");
     }
     expect(dtype == rows.dtype && a.shape(1) == rows.dim, "blocks: expected one type and one dimension");
-    rows.blocks.push_back({static_cast<const unsigned char*>(a.data()), a.shape(0)});
+    rows.blocks.push_back({static_cast<const unsigned char*>(a.data()), a.shape(0), unchecked_file_of(a)});
   }
   return rows;
 }
@@ -274,7 +294,8 @@ ng::TokenRows tokens_from(const py::tuple& blocks) {
     expect(tokens.ndim() == 1 && tokens.shape(0) % ng::kTokenBytes == 0,
            "tokens: expected " + std::to_string(ng::kTokenBytes) + " bytes a token");
     rows.blocks.push_back(
-        {offsets.data(), tokens.data(), offsets.shape(0) - 1, tokens.shape(0) / ng::kTokenBytes});
+        {offsets.data(), tokens.data(), offsets.shape(0) - 1, tokens.shape(0) / ng::kTokenBytes,
+         unchecked_file_of(tokens)});
   }
   return rows;
 }
@@ -290,6 +311,146 @@ const Array<std::uint64_t>& check_hashes(const Array<std::uint64_t>& hashes) {
 
 }  // namespace ngram_binding
 }  // namespace
+
+namespace {
+namespace checked_binding {
+
+using cdr::CheckedFile;
+
+std::vector<std::uint32_t> sums_from(const py::bytes& sums) {
+  const std::string_view raw = sums;
+  expect(raw.size() % 4 == 0, "sums: expected 4 bytes for each block");
+  std::vector<std::uint32_t> out(raw.size() / 4);
+  for (std::size_t i = 0; i < out.size(); ++i)  // big-endian, as they are printed
+    for (std::size_t j = 0; j < 4; ++j) out[i] = out[i] << 8 | static_cast<unsigned char>(raw[4 * i + j]);
+  return out;
+}
+
+py::bytes bytes_from(const std::vector<std::uint32_t>& sums) {
+  std::string out;
+  out.reserve(4 * sums.size());
+  for (const std::uint32_t sum : sums)
+    for (int j = 3; j >= 0; --j) out.push_back(static_cast<char>(sum >> (8 * j) & 255));
+  return out;
+}
+
+py::tuple block_sums(const std::string& path, std::uint64_t block) {
+  expect(block >= 1, "block: expected at least 1 byte");
+  std::uint64_t bytes = 0;
+  std::vector<std::uint32_t> sums;
+  {
+    py::gil_scoped_release release;
+    sums = cdr::block_sums(path, block, &bytes);
+  }
+  return py::make_tuple(bytes, bytes_from(sums));
+}
+
+std::unique_ptr<CheckedFile> open(const std::string& path, std::uint64_t bytes, const py::bytes& sums,
+                                  std::uint64_t block, bool mapped) {
+  expect(block >= 1, "block: expected at least 1 byte");
+  std::vector<std::uint32_t> each = sums_from(sums);
+  py::gil_scoped_release release;
+  return std::make_unique<CheckedFile>(path, bytes, std::move(each), block, mapped);
+}
+
+void check(CheckedFile& file, std::uint64_t start, const std::optional<std::uint64_t>& stop) {
+  const std::uint64_t end = std::min(file.size(), stop.value_or(file.size()));
+  if (file.verified() || start >= end) return;
+  py::gil_scoped_release release;
+  if (start == 0 && end == file.size())
+    file.check_all();
+  else
+    file.check(start, end);
+}
+
+void check_spans(CheckedFile& file, const Array<std::int64_t>& starts, const Array<std::int64_t>& stops) {
+  expect(starts.ndim() == 1 && stops.ndim() == 1 && starts.shape(0) == stops.shape(0),
+         "starts, stops: expected as many of the one as of the other");
+  const std::int64_t n = starts.shape(0), *from = starts.data(), *to = stops.data();
+  const std::int64_t size = static_cast<std::int64_t>(file.size());
+  py::gil_scoped_release release;
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (from[i] < 0 || to[i] > size) throw std::invalid_argument("starts, stops: expected bytes of the file");
+    if (from[i] < to[i]) file.check(static_cast<std::uint64_t>(from[i]), static_cast<std::uint64_t>(to[i]));
+  }
+}
+
+// Rows of a mapped array, or all of it: for whoever reads it by NumPy.
+void check_read(const py::array& a, const std::optional<Array<std::int64_t>>& rows) {
+  CheckedFile* file = unchecked_file_of(a);
+  if (!file || a.size() == 0) return;
+  const bool whole = a.ndim() >= 1 && (a.flags() & py::array::c_style);
+  expect(whole || !rows, "array: expected a C-ordered one");
+  const auto* data = static_cast<const unsigned char*>(a.data());
+  const auto bytes = static_cast<std::uint64_t>(a.nbytes());
+  const std::int64_t n = rows ? a.shape(0) : 0, m = check_index(rows, n);
+  const std::int64_t* which = rows ? rows->data() : nullptr;
+  py::gil_scoped_release release;
+  // Most of a file is looked at by all threads; what jumps about in memory counts as all of it.
+  if (!which && (!whole || bytes >= file->size() / 2)) return file->check_all();
+  if (!which) return file->check_at(data, bytes);
+  const std::uint64_t each = bytes / static_cast<std::uint64_t>(n);
+  for (std::int64_t i = 0; i < m; ++i) file->check_at(data + static_cast<std::uint64_t>(which[i]) * each, each);
+}
+
+}  // namespace checked_binding
+}  // namespace
+
+void bind_checked(py::module_& m) {
+  namespace cb = checked_binding;
+  using cdr::CheckedFile;
+
+  // Errors of files, as Python has them.
+  py::register_exception_translator([](std::exception_ptr raised) {
+    try {
+      if (raised) std::rethrow_exception(raised);
+    } catch (const cdr::Damage& damage) {
+      const py::object type = py::module_::import("cdr_kernel.damage").attr("DamagedFileError");
+      const py::object block = damage.block < 0 ? py::object(py::none()) : py::object(py::int_(damage.block));
+      PyErr_SetObject(type.ptr(), type(damage.what(), damage.path, block).ptr());
+    } catch (const cdr::ReadError& error) {
+      errno = error.code;
+      PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path.c_str());
+    }
+  });
+
+  m.def("crc32c", [](const py::buffer& data, std::uint32_t crc, bool generic) {
+    const py::buffer_info info = data.request();
+    const std::size_t n = static_cast<std::size_t>(info.size * info.itemsize);
+    py::gil_scoped_release release;
+    return generic ? cdr::crc32c_generic(info.ptr, n, crc) : cdr::crc32c(info.ptr, n, crc);
+  }, py::arg("data"), py::arg("crc") = 0, py::arg("generic") = false,
+        "CRC-32C of the bytes of a contiguous buffer, going on from that of what comes before them. generic: by tables.");
+  m.def("block_sums", &cb::block_sums, py::arg("path"), py::arg("block"),
+        "(bytes of a file, the CRC-32C of each of its blocks as 4 big-endian bytes).");
+  m.def("check_read", &cb::check_read, py::arg("array"), py::arg("rows") = py::none(),
+        "Raises DamagedFileError unless these rows of an array (None: all of it) are as they were written, where it is "
+        "mapped from a CheckedFile; nothing for any other array.");
+
+  py::class_<CheckedFile>(m, "CheckedFile", py::buffer_protocol(),
+                          "A mapped file with the checksum of every block: its bytes are a read-only buffer. Loops over "
+                          "arrays in it check each block before they read it; whoever reads them otherwise calls check.")
+      .def(py::init(&cb::open), py::arg("path"), py::arg("bytes"), py::arg("sums"), py::arg("block"),
+           py::arg("mapped") = true)
+      .def_buffer([](CheckedFile& file) {
+        static unsigned char nothing = 0;  // what an empty file has for its first byte
+        if (!file.data() && file.size()) throw py::buffer_error(file.path() + " is not mapped");
+        void* data = file.size() ? const_cast<unsigned char*>(file.data()) : &nothing;
+        return py::buffer_info(static_cast<std::uint8_t*>(data), static_cast<py::ssize_t>(file.size()), true);
+      })
+      .def("__len__", &CheckedFile::size)
+      .def_property_readonly("path", &CheckedFile::path, "Of the file.")
+      .def_property_readonly("verified", &CheckedFile::verified, "Whether every block was checked and found whole.")
+      .def_property_readonly("unverified_bytes", &CheckedFile::unverified_bytes,
+                             "Bytes of the blocks that were not found whole so far.")
+      .def("check", &cb::check, py::arg("start") = 0, py::arg("stop") = py::none(),
+           "Raises DamagedFileError unless the blocks of these bytes are as they were written.")
+      .def("check_spans", &cb::check_spans, py::arg("starts"), py::arg("stops"),
+           "The same of the bytes starts[i] .. stops[i], int64 [M] each.")
+      .def("check_next", &CheckedFile::check_next, py::call_guard<py::gil_scoped_release>(), py::arg("most"),
+           py::arg("parallel") = false,
+           "Checks the next blocks of about so many bytes, each handed out once; returns their bytes, 0 at the end.");
+}
 
 void bind_ngram(py::module_& m) {
   namespace nb = ngram_binding;
@@ -715,6 +876,7 @@ PYBIND11_MODULE(_C, m) {
         "Values of the query column and the residual columns, float64 [M, 1 + R]: what score_rows works with.");
   m.def("exact_sum", &exact_sum, py::arg("values"), "The correctly rounded sum of float64 values (math.fsum).");
 
+  bind_checked(m);
   bind_ngram(m);
   bind_scan(m);
 

@@ -232,7 +232,9 @@ TokenRow TokenRows::at(std::int64_t row) const {
     throw std::invalid_argument("tokens: row " + std::to_string(row) + " is damaged, it spans " + std::to_string(first) +
                              " to " + std::to_string(last) + " of " + std::to_string(blocks[b].count) + " tokens");
   }
-  return {blocks[b].tokens + first * kTokenBytes, last - first};
+  const std::uint8_t* tokens = blocks[b].tokens + first * kTokenBytes;
+  if (blocks[b].file) blocks[b].file->check_at(tokens, static_cast<std::uint64_t>(last - first) * kTokenBytes);
+  return {tokens, last - first};
 }
 
 void take_offsets(const TokenRows& rows, const std::int64_t* index, std::size_t count, std::int64_t* offsets) {

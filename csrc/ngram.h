@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "checked_file.h"
+
 namespace cdr::ngram {
 
 inline constexpr int kMaxN = 32;
@@ -44,6 +46,7 @@ struct TokenBlock {
   const std::uint8_t* tokens;
   std::int64_t rows;
   std::int64_t count;  // tokens that there are
+  CheckedFile* file;   // that the tokens lie in, while some of it is unchecked; else null
 };
 
 struct TokenRow {
@@ -60,7 +63,8 @@ struct TokenRows {
     return n;
   }
 
-  // Throws std::invalid_argument where the offsets of the row do not lie in its block.
+  // Throws std::invalid_argument where the offsets of the row do not lie in its block, Damage where its tokens are not
+  // as they were written, ReadError where the disk cannot give them.
   TokenRow at(std::int64_t row) const;
 };
 

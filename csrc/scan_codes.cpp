@@ -92,7 +92,7 @@ void center(const Rows& rows, const double* squared_norms, std::int64_t first, s
     std::vector<double> x(static_cast<std::size_t>(dim));
     const std::int64_t from = static_cast<std::int64_t>(unit) * kRows, to = std::min(n, from + kRows);
     for (std::int64_t i = from; i < to; ++i) {
-      widen(rows.dtype, rows.at(first + i), dim, x.data());
+      widen(rows.dtype, rows.read(first + i), dim, x.data());
       const double over = 1.0 / std::sqrt(squared_norms[first + i]);
       float* out = centred + i * dim;
       for (std::int64_t d = 0; d < dim; ++d)
@@ -154,7 +154,7 @@ void measure(const Rows& rows, const double* squared_norms, std::int64_t first, 
     std::vector<double> x(static_cast<std::size_t>(dim));
     const std::int64_t from = static_cast<std::int64_t>(unit) * kRows, to = std::min(n, from + kRows);
     for (std::int64_t i = from; i < to; ++i) {
-      widen(rows.dtype, rows.at(first + i), dim, x.data());
+      widen(rows.dtype, rows.read(first + i), dim, x.data());
       const double norm = std::sqrt(squared_norms[first + i]);
       const double* r = rebuilt + i * dim;
       double sum[8] = {};

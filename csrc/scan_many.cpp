@@ -43,7 +43,7 @@ ManyScan::ManyScan(const Many& many, const Rows& rows, const double* squared_nor
                    bool bounds)
     : many_(many), rows_(rows), squared_norms_(squared_norms), alive_(alive), bounds_(bounds),
       screened_(grains_screened(many.index.rotation.dim)), grains_(grains_of(many.index.rotation.dim)),
-      row_bytes_(rows.dim * static_cast<std::int64_t>(size_of(rows.dtype))), numbers_(new RowNumbers()) {
+      row_bytes_(rows.row_bytes()), numbers_(new RowNumbers()) {
   std::size_t most = 0, telling = 0;
   for (std::size_t s = 0; s < many.requests.size(); ++s) {
     const Request& request = many.requests[s];

@@ -129,7 +129,7 @@ void scan_block(const Index& index, const Place& at, std::int64_t n, std::int64_
                 bool bounds, std::int32_t* dots, Found& found) {
   const bool tells = bounds && request.tells;
   const std::int64_t dim = index.rotation.dim;
-  const std::int64_t row_bytes = rows.dim * static_cast<std::int64_t>(size_of(rows.dtype));
+  const std::int64_t row_bytes = rows.row_bytes();
   const Codes& codes = *at.codes;
   std::uint8_t keep[kBlock / 4] = {};
   for (std::size_t g = 0; g < request.gates.size(); ++g)

@@ -245,7 +245,7 @@ constexpr std::int64_t kAhead = 4;     // candidates whose rows are on their way
 
 // Asks for a row that stands alone: the processor's own prefetcher only sees rows that follow one another.
 CDR_INLINE void fetch(const Rows& rows, std::int64_t row) {
-  prefetch(rows.at(row), rows.dim * static_cast<std::int64_t>(size_of(rows.dtype)));
+  prefetch(rows.at(row), rows.row_bytes());
 }
 
 std::size_t blocks_of(std::int64_t n) { return static_cast<std::size_t>((n + kBlock - 1) / kBlock); }
@@ -257,7 +257,7 @@ void check_rows_of(const Rows& rows, double smallest, double largest, double* sq
     std::vector<double> x(static_cast<std::size_t>(dim));
     const std::int64_t end = std::min(n, static_cast<std::int64_t>(block + 1) * kBlock);
     for (std::int64_t row = static_cast<std::int64_t>(block) * kBlock; row < end; ++row) {
-      const T* p = reinterpret_cast<const T*>(rows.at(row));
+      const T* p = reinterpret_cast<const T*>(rows.read(row));
       double most = 0.0;
       bool finite = true;
       for (std::int64_t i = 0; i < dim; ++i) {
@@ -360,7 +360,7 @@ Scorer::Scorer(const Rows& rows, const Columns& columns)
 
 void Scorer::values(std::int64_t row, double squared_norm, const std::int64_t* wanted, std::int64_t n,
                     double* out) const {
-  const unsigned char* x = rows_.at(row);
+  const unsigned char* x = rows_.read(row);
   for (std::int64_t at = 0; at < n; at += kTile) {
     const int tile = static_cast<int>(std::min<std::int64_t>(kTile, n - at));
     const double* vectors[kTile];

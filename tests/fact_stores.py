@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
-from cdr_kernel import FactStore
+from cdr_kernel import FactStore, checksums
+from cdr_kernel.folder import identity_of
 from cdr_kernel.ngram import take_tokens
 
 
@@ -30,6 +33,24 @@ def contents(store):
         view.first_sequence[rows].tolist(),
         store.dim, store.dtype, *(part.tobytes() for part in tokens), store.tokenizer_name, store.key_fingerprint,
     )  # fmt: skip
+
+
+def reseal(manifest, **said):
+    """Have a manifest say this too, and name its files as they are now: what then is wrong in it was written so."""
+    found = json.loads(manifest.read_bytes())
+    data = manifest.parent / found["data"]
+    found = {**found, "files": checksums.of_folder(data), **said}
+    manifest.write_text(json.dumps({**found, "identity": identity_of(found)}))
+
+
+def flip(file, at=None, bit=4):
+    """Change one bit, in the middle or in this byte; again puts it right. In place: who has it mapped sees it."""
+    with open(file, "r+b") as opened:
+        size = opened.seek(0, 2)
+        opened.seek(size // 2 if at is None else at % size)
+        (byte,) = opened.read(1)
+        opened.seek(-1, 1)
+        opened.write(bytes([byte ^ bit]))
 
 
 def change(file, row, value):

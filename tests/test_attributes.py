@@ -6,8 +6,19 @@ import json
 
 import numpy as np
 import pytest
+from fact_stores import reseal
 
-from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts, rank_many
+from cdr_kernel import (
+    DamagedFileError,
+    FactStore,
+    Retriever,
+    Session,
+    SubQuery,
+    WindowReport,
+    cdr_rank,
+    pack_facts,
+    rank_many,
+)
 from cdr_kernel.attributes import Attribute, checked_attributes
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
 
@@ -268,26 +279,13 @@ def test_a_saved_store_has_no_values_of_removed_facts(tmp_path):
     assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file())
 
 
-def test_a_folder_of_the_first_format_still_loads(tmp_path):
-    store = FactStore(2, embedding_model=MODEL)
-    store.add(["a", "b"], ["a", "b"], [[1, 0], [0, 1]])
-    store.save(tmp_path / "s")
-    manifest = tmp_path / "s" / "manifest.json"
-    found = json.loads(manifest.read_bytes())
-    del found["attributes"]
-    manifest.write_text(json.dumps({**found, "format_version": 1}))
-    loaded = FactStore.load(tmp_path / "s")
-    assert loaded.ids == ["a", "b"]
-    assert loaded.view().attribute_names == []
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found, data: found.update(attributes=[]), "a type and a file"),
+        (lambda found, data: found.update(attributes=[]), "expected attributes to be dict"),
         (lambda found, data: found["attributes"]["t"].update(type="object"), "a type and a file"),
         (lambda found, data: found["attributes"]["t"].update(file="../x"), "a type and a file"),
-        (lambda found, data: found["attributes"]["t"].update(file="attribute-7"), "size of attribute-7"),
+        (lambda found, data: found["attributes"]["t"].update(file="attribute-7"), "checksums of attribute-7"),
         (lambda found, data: (data / "attribute-0.json").write_text('["x",1 ]'), "list of strings"),
         (lambda found, data: (data / "attribute-0.json").write_text('["x", "]'), "not readable JSON"),
         (lambda found, data: (data / "attribute-0.json").write_text('["xx"]  '), "expected -1 to 0"),
@@ -301,10 +299,8 @@ def test_damage_to_attributes_is_found(tmp_path, change, message):
     found = json.loads(manifest.read_bytes())
     data = tmp_path / "s" / found["data"]
     change(found, data)
-    for name in found["files"]:
-        found["files"][name] = (data / name).stat().st_size
-    manifest.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=message):
+    reseal(manifest, attributes=found["attributes"])
+    with pytest.raises(DamagedFileError, match=message):
         FactStore.load(tmp_path / "s")
 
 

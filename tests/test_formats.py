@@ -1,7 +1,7 @@
-"""What the first version wrote is read for good: stores with their codes, sessions, tokens, runs.
+"""What is written today is read tomorrow: stores with their codes, sessions, tokens, runs.
 
-tests/data/first has the formats of the first version. Once that is released, a format that changes takes another
-number, and the old one is still read.
+tests/data/first is what the first release will have written: until then a format is changed in place there, with the
+same values. After it a format that changes takes another number, and the old one is still read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fact_stores import reseal
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank
 from cdr_kernel.report import read_run, report_html
@@ -81,7 +82,7 @@ def test_the_run_makes_a_report(home):
 @pytest.mark.parametrize(("file", "what"), [("manifest.json", "format_version"), ("scan.json", "format_version")])
 def test_a_version_from_the_future_is_refused_or_left_alone(home, file, what):
     path = home / "store" / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), what: 99}))
+    reseal(path, **{what: 99})
     if file == "scan.json":  # codes can be made again
         store = FactStore.load(home / "store")
         assert Retriever(store).codes(store.view()) is None

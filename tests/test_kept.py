@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -277,13 +279,48 @@ def test_stale_or_damaged_codes_are_made_again(tmp_path):
     Retriever(store).save()
     store.remove(["f3"])
     store.save(tmp_path)
-    for _ in range(2):
+    for damage in (False, True):
         retriever = Retriever(FactStore.load(tmp_path))
-        truth = retriever.search(query, min_relevance=0.5)
+        with pytest.warns(UserWarning, match="codes are made again") if damage else contextlib.nullcontext():
+            truth = retriever.search(query, min_relevance=0.5)
         retriever._coding.join()
         assert retriever.search(query, min_relevance=0.5).rows.tolist() == truth.rows.tolist()
         retriever.save()
         (tmp_path / "scan.json").write_text("{")
+
+
+def test_codes_of_the_store_before_are_not_used(tmp_path):
+    """400 changed rows that neither their norms nor a few samples would tell: all numbers are 1 or -1."""
+    n, r = 17000, np.random.default_rng(0)
+    rows = r.choice([-1.0, 1.0], (n, 64))
+    sampled = np.unique(np.linspace(0, n - 1, 256).astype(np.int64))
+    changed = np.setdiff1d(np.arange(100, 600), sampled)[:400]
+    query = r.choice([-1.0, 1.0], 64)
+    ids, texts = [f"f{i}" for i in range(n)], [""] * n
+    for save_codes in (True, False):
+        store = FactStore(64, embedding_model="m1")
+        store.add(ids, texts, rows)
+        store.save(tmp_path)
+        loaded = FactStore.load(tmp_path)
+        if save_codes:
+            Retriever(loaded).save()
+            assert Retriever(loaded).codes(loaded.view()) is not None
+            old = {path.name: path for path in tmp_path.glob("scan*")}
+            assert len(old) == 2
+            shutil.copytree(tmp_path, tmp_path.with_name("before"))
+        rows[changed] = query
+    truth = changed.tolist()
+    assert list(tmp_path.glob("scan*")) == []  # they went with the store they were of
+    for put_back in (False, True):
+        if put_back:  # by hand
+            for name in old:
+                there = tmp_path.with_name("before") / name
+                (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
+        retriever = Retriever(FactStore.load(tmp_path))
+        assert retriever._saved_codes(retriever.store.view()) is None
+        assert retriever.search(query, min_relevance=0.99).rows.tolist() == truth
+        retriever._coding.join()
+        assert retriever.search(query, min_relevance=0.99).rows.tolist() == truth
 
 
 def test_only_unchanged_loaded_stores_save_codes(tmp_path):

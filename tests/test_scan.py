@@ -7,10 +7,11 @@ import threading
 
 import numpy as np
 import pytest
+from fact_stores import flip, reseal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel import _C, Columns, FactStore
+from cdr_kernel import _C, Columns, DamagedFileError, FactStore
 from cdr_kernel import scan as scan_module
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.scan import ScanIndex
@@ -390,15 +391,21 @@ def test_searches_while_it_grows():
     assert not wrong
 
 
+def saved(store, folder):
+    """The store as it is loaded from a folder again."""
+    store.save(folder)
+    return FactStore.load(folder)
+
+
 @pytest.mark.parametrize("n", [0, 1, 700])
 def test_save_and_load(n, tmp_path):
     r = np.random.default_rng(8)
     store = make_store(r.standard_normal((n, 150)), "float16")
-    index = ScanIndex.build(store.view())
     store.add(["more", "of it"], [""] * 2, r.standard_normal((2, 150)))
-    index.extend(store.view())
-    index.save(tmp_path / "a")
-    index.save(tmp_path / "a")
+    store = saved(store, tmp_path)
+    index = ScanIndex.build(store.view())
+    index.save(tmp_path / "a", store.view())
+    index.save(tmp_path / "a", store.view())
     assert len(list((tmp_path / "a").glob("scan-*"))) == 1
     store.add(["last"], [""], r.standard_normal((1, 150)))
     view = store.view()
@@ -411,14 +418,37 @@ def test_save_and_load(n, tmp_path):
         assert np.array_equal(again.top(columns, view, None, 4), index.top(columns, view, None, 4))
         again.extend(view)
         index.extend(view)
+    with pytest.raises(ValueError, match=f"found {n + 3} rows of which {n + 2} were saved"):
+        index.save(tmp_path / "a", view)
+
+
+def test_codes_are_of_one_saved_store_alone(tmp_path):
+    """Other rows, in none of which a sample or the norms would show it: every number is 1 or -1."""
+    rows = np.random.default_rng(3).choice([-1.0, 1.0], (700, 64))
+    first = saved(make_store(rows), tmp_path)
+    index = ScanIndex.build(first.view())
+    index.save(tmp_path / "codes", first.view())
+    assert ScanIndex.load(tmp_path / "codes", first.view()).rows == 700
+    rows[301] *= -1
+    second = saved(make_store(rows), tmp_path)
+    for other in (second.view(), make_store(rows).view()):
+        with pytest.raises(ValueError, match="the codes are of other facts than the store's"):
+            ScanIndex.load(tmp_path / "codes", other)
+    with pytest.raises(ValueError, match="expected codes of a store as it was loaded from a folder, found 0 rows"):
+        ScanIndex(np.eye(64, dtype=np.float32), np.zeros(64, np.float32), np.ones(64, np.float32), first.view()).save(
+            tmp_path / "codes", make_store(rows).view()
+        )
+    with pytest.raises(ValueError, match="the store was replaced since these codes were made: load it again"):
+        index.save(tmp_path, first.view())
+    assert not (tmp_path / "scan.json").exists()
 
 
 def test_damaged_files(tmp_path):
     r = np.random.default_rng(9)
-    store = make_store(r.standard_normal((50, 130)))
-    view = store.view()
-    ScanIndex.build(view).save(tmp_path)
-    manifest = json.loads((tmp_path / "scan.json").read_text())
+    view = saved(make_store(r.standard_normal((50, 130))), tmp_path / "store").view()
+    ScanIndex.build(view).save(tmp_path, view)
+    path = tmp_path / "scan.json"
+    manifest = json.loads(path.read_text())
     with pytest.raises(FileNotFoundError, match="no scan index"):
         ScanIndex.load(tmp_path / "none", view)
     for change, message in (
@@ -426,52 +456,57 @@ def test_damaged_files(tmp_path):
         ({"format_version": 99}, "format version 99"),
         ({"dim": 131}, r"found 50 of \[131\]"),
         ({"rows": 51}, "found 51"),
-        ({"rows": 49}, "other rows"),
+        ({"rows": 49}, r"expected int8 \[49, 64\], found int8 \[50, 64\]"),
         ({"rows": "50"}, "expected rows to be int"),
+        ({"store": "0" * 32}, "other facts"),
         ({"data": "../x"}, "subfolder"),
         ({"alpha": "x"}, "alpha"),
     ):
-        (tmp_path / "scan.json").write_text(json.dumps(manifest | change))
+        reseal(path, **change)
         with pytest.raises(ValueError, match=message):
             ScanIndex.load(tmp_path, view)
-    (tmp_path / "scan.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="other rows"):
-        ScanIndex.load(tmp_path, make_store(r.standard_normal((50, 130))).view())
-    np.save(tmp_path / manifest["data"] / "third.npy", np.zeros((50, 31), np.int8))
-    with pytest.raises(ValueError, match=r"third\.npy: expected int8"):
+        path.write_text(json.dumps(manifest))
+    third = tmp_path / manifest["data"] / "third.npy"
+    flip(third)
+    with pytest.raises(DamagedFileError, match=r"third\.npy: block 0 is not as it was written"):
         ScanIndex.load(tmp_path, view)
-    (tmp_path / manifest["data"] / "third.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(ValueError, match=r"third\.npy: not a readable array"):
+    np.save(third, np.zeros((50, 31), np.int8))
+    reseal(path)
+    with pytest.raises(DamagedFileError, match=r"third\.npy: expected int8"):
+        ScanIndex.load(tmp_path, view)
+    third.write_bytes(b"\x93NUMPY")
+    reseal(path)
+    with pytest.raises(DamagedFileError, match=r"third\.npy: not a readable array"):
         ScanIndex.load(tmp_path, view)
 
 
 def test_a_load_while_another_saves(tmp_path, monkeypatch):
-    view = make_store(np.random.default_rng(10).standard_normal((20, 4))).view()
+    view = saved(make_store(np.random.default_rng(10).standard_normal((20, 4))), tmp_path).view()
     index = ScanIndex.build(view)
-    index.save(tmp_path)
-    fingerprint = scan_module._fingerprint
+    index.save(tmp_path, view)
+    real = scan_module.Files
 
     def save_first(*arguments):
         monkeypatch.undo()
-        index.save(tmp_path)
-        return fingerprint(*arguments)
+        index.save(tmp_path, view)
+        return real(*arguments)
 
-    monkeypatch.setattr(scan_module, "_fingerprint", save_first)
+    monkeypatch.setattr(scan_module, "Files", save_first)
     assert ScanIndex.load(tmp_path, view).rows == 20
 
 
 def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
-    view = make_store(np.random.default_rng(10).standard_normal((20, 4))).view()
+    view = saved(make_store(np.random.default_rng(10).standard_normal((20, 4))), tmp_path).view()
     index = ScanIndex.build(view)
-    index.save(tmp_path)
+    index.save(tmp_path, view)
     monkeypatch.setattr(scan_module, "_save_parts", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        index.save(tmp_path)
+        index.save(tmp_path, view)
     assert ScanIndex.load(tmp_path, view).rows == 20
     assert len(list(tmp_path.glob("scan-*"))) == 1
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="expected a folder"):
-        index.save(tmp_path / "file")
+        index.save(tmp_path / "file", view)
 
 
 def test_bad_calls():
