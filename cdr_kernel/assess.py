@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from cdr_kernel.arrays import as_array, scale_rows
 from cdr_kernel.checks import check_integer, check_number
 from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
-from cdr_kernel.tokens import tokenize
+from cdr_kernel.tokens import spans, tokenize
 
 DEFAULT_EXPECTED_WORDS = 200
 THRESHOLD_PERCENTILE = 95.0
@@ -29,14 +28,28 @@ CHUNK_ROWS = 4_096
 _LIST_MARK = re.compile(r"^\s*(?:[-*+•>]|#{1,6}|\d{1,3}[.)])\s+")
 _SENTENCE_END = re.compile(r"(?<=[。！？])|(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+")
 
+_LINE_END = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]").search
+_INSIDE = re.compile(r"(?<=\S)(?=\S)").search  # no space that ends a sentence is cut in two
+
 
 def split_sentences(text: str) -> list[str]:
     """The sentences of a text: split at line breaks, after . ! ? … and a space, and after 。！？.
 
     List and heading marks at the start of a line are dropped, and so is what has no token in it.
     """
-    parts = (part for line in text.splitlines() for part in _SENTENCE_END.split(_LIST_MARK.sub("", line)))
+    lines = (line for start, stop in spans(text, _LINE_END) for line in text[start:stop].splitlines())
+    parts = (part for line in lines for part in _parts(_LIST_MARK.sub("", line)))
     return [part.strip() for part in parts if tokenize(part)]
+
+
+def _parts(line: str) -> Iterator[str]:
+    """The sentences of a line."""
+    first = 0
+    for start, stop in spans(line, _INSIDE):
+        for end in _SENTENCE_END.finditer(line, start, stop):
+            yield line[first : end.start()]
+            first = end.end()
+    yield line[first:]
 
 
 def similarity_thresholds(store: FactStore | StoreView, sub_queries: Sequence[SubQuery]) -> dict[str, float]:
@@ -202,16 +215,21 @@ def _owners_by_cosine(
 
 
 def _owners_by_words(sentences: list[str], sub_queries: Sequence[SubQuery]) -> list[int | None]:
-    vocabularies = [set(tokenize(f"{item.label} {item.text}")) for item in sub_queries]
-    spread = Counter(token for vocabulary in vocabularies for token in vocabulary)
+    places: dict[str, list[int]] = {}  # the sub-queries that have a token
+    for place, item in enumerate(sub_queries):
+        for token in set(tokenize(f"{item.label} {item.text}")):
+            places.setdefault(token, []).append(place)
     total = len(sub_queries)
-    weight = {token: math.log(total / n) if total > 1 else 1.0 for token, n in spread.items()}
+    weight = {token: math.log(total / len(here)) if total > 1 else 1.0 for token, here in places.items()}
     owners: list[int | None] = []
     for sentence in sentences:
-        tokens = set(tokenize(sentence))
-        shared = [math.fsum(weight[token] for token in tokens & vocabulary) for vocabulary in vocabularies]
-        best = max(range(total), key=shared.__getitem__)
-        owners.append(best if shared[best] > 0.0 else None)
+        shared: dict[int, list[float]] = {}
+        for token in set(tokenize(sentence)):
+            if weight.get(token):
+                for place in places[token]:
+                    shared.setdefault(place, []).append(weight[token])
+        best = max(shared, key=lambda place: (math.fsum(shared[place]), -place), default=None)
+        owners.append(best)
     return owners
 
 
