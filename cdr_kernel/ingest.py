@@ -28,30 +28,33 @@ LEAST_WORDS, MOST_WORDS = 15, 120
 LEAST_TOPICS, MOST_TOPICS = 4, 13
 LEAST_PER_WINDOW, MOST_PER_WINDOW = 5, 16
 
-_front_matter = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
-_title = re.compile(r"^title:\s*(.+?)\s*$", re.MULTILINE)
-_heading = re.compile(r"^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*(?:\{#[^}]*\})?[ \t]*$")
+# None of these may take more than time in proportion to a text, whatever is in it.
+_front_matter_start = re.compile(r"---[^\S\n]*\n")
+_front_matter_end = re.compile(r"^---[^\S\n]*$\n?", re.MULTILINE)
+_title = re.compile(r"^title:\s*(\S.*)$", re.MULTILINE)
+_heading = re.compile(r"^ {0,3}(#{1,6})[ \t]+(.*)$")
 _underline = re.compile(r"^ {0,3}(=+|-+)[ \t]*$")
 _fence = re.compile(r"^[ \t>]*(`{3,}(?=[^`]*$)|~{3,})")  # text after backticks that has another one is inline code
 _fence_end = re.compile(r"^[ \t>]*(`{3,}|~{3,})[ \t]*$")
 _quote = re.compile(r"(?:[ \t]*>)*")
 _item = re.compile(r"^[ \t>]*(?:[-*+]|\d{1,9}[.)])[ \t]+")
 _rule = re.compile(r"^[ \t|:*_=-]{3,}$")
-_definition = re.compile(r"^ {0,3}\[([^\]]+)\]:\s+\S+.*$", re.MULTILINE)
-_shortcode_text = re.compile(r"\{\{[<%][^{}]*?\btext=\"([^\"]*)\"[^{}]*?[>%]\}\}")
+_definition = re.compile(r"^ {0,3}\[([^\]]{1,999})\]:\s+\S+.*$", re.MULTILINE)  # CommonMark has no longer label
+_shortcode_text = re.compile(r"\btext=\"([^\"]*)\"")
 _shortcode_heading = re.compile(r"\{\{%\s*heading\s+\"([^\"]*)\"\s*%\}\}")
+_shortcode_end = re.compile(r"[>%]\}\}")
 _shortcode_or_code = re.compile(  # whichever comes first: what stands in code is neither comment nor shortcode
     r"\\[\\`<{]"
     # One in a block quote ends with it, closed or not.
     r"|^[ \t]*>[ \t>]*(?P<quoted>`{3,}(?=[^`\n]*$)|~{3,})[^\n]*"
     r"(?:\n(?![ \t>]*(?P=quoted)[`~]*[ \t]*$)[ \t]*>[^\n]*)*(?:\n[ \t]*>[ \t>]*(?P=quoted)[`~]*[ \t]*$)?"
     r"|^[ \t]*(?P<fence>`{3,}(?=[^`\n]*$)|~{3,})[^\n]*(?:\n.*?^[ \t>]*(?P=fence)[`~]*[ \t]*$|.*\Z)"
-    r"|(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)(?P=ticks)(?!`)"
-    r"|(?P<comment><!--.*?-->)"
-    r"|(?P<shortcode>\{\{[<%].*?[>%]\}\})",
+    r"|(?<!`)(?P<ticks>`{1,32})(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)(?P=ticks)(?!`)"
+    r"|(?P<comment><!--)"
+    r"|(?P<shortcode>\{\{[<%])",
     re.DOTALL | re.MULTILINE,
 )
-_key = re.compile(r"[\"']?[\w$][\w$ ./-]*[\"']?[ \t]*:(?:[ \t]|$)")
+_key = re.compile(r"[\"']?[\w$][\w$ ./-]*+[\"']?[ \t]*:(?:[ \t]|$)")
 _no_key = re.compile(r"[ \t#\]}-]|$")  # what else a line of front matter begins with
 _tag = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9-]*)(.*)>", re.DOTALL)
 _inline_tag = re.compile(
@@ -157,12 +160,13 @@ def cut(path: str, text: str, *, markup: bool = True) -> Document:
     trail: list[tuple[int, str]] = []
     named = False
     if markup:
-        found = _front_matter.match(text)
-        if found and _keys_and_values(found[1]):
-            text = text[found.end() :]
-            given = _title.search(found[1])
+        start = _front_matter_start.match(text)
+        end = _front_matter_end.search(text, start.end()) if start else None
+        if start and end and _keys_and_values(text[start.end() : end.start()]):
+            given = _title.search(text, start.end(), end.start())
+            text = text[end.end() :]
             if given:
-                title, named = given[1].strip("\"'"), True
+                title, named = given[1].rstrip().strip("\"'"), True
     pieces: list[tuple[tuple[str, ...], list[str]]] = []
     for level, block in _blocks(text) if markup else ((0, " ".join(p.split())) for p in re.split(r"\n\s*\n", text)):
         if not level:
@@ -189,7 +193,7 @@ def _keys_and_values(text: str) -> bool:
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
     """(0, a paragraph or list item) and (level, a heading), in order, without markup."""
-    text = _shortcode_or_code.sub(_without_shortcode, text)
+    text = _without_shortcodes(text)
     targets = {normalizeReference(label): {"href": "", "title": ""} for label in _definition.findall(text)}
     fence, depth = "", 0  # of the fence that is open: its marks, and how many quotes it is in
     block: list[str] = []
@@ -217,7 +221,7 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
         underline = _underline.match(line)
         if heading:
             yield from done()
-            name = _plain(heading[2], targets)
+            name = _plain(_heading_text(heading[2]), targets)
             if name:
                 yield len(heading[1]), name
         elif underline and len(block) == 1 and not _item.match(block[0]):
@@ -241,15 +245,52 @@ def _quotes(line: str) -> int:
     return found[0].count(">") if found else 0
 
 
-def _without_shortcode(found: re.Match[str]) -> str:
-    """What stays of a comment (nothing), a shortcode (the text it shows) or anything else (all of it)."""
-    if found["comment"]:
-        return ""
-    if not found["shortcode"]:
-        return found[0]
-    shown = _shortcode_text.fullmatch(found[0])
-    heading = _shortcode_heading.fullmatch(found[0])
-    return shown[1] if shown else heading[1].capitalize() if heading else ""
+def _heading_text(line: str) -> str:
+    """A heading without the marks that close it: "## Pods ## {#pods}" is "Pods"."""
+    line = line.rstrip(" \t")
+    if line.endswith("}"):
+        anchor = line.find("{#", line.rfind("}", 0, -1) + 1)
+        line = line if anchor < 0 else line[:anchor].rstrip(" \t")
+    return line.rstrip("#").rstrip(" \t")
+
+
+def _without_shortcodes(text: str) -> str:
+    """The text without comments, and with the text that a shortcode shows in its place; code stays to the letter."""
+    parts: list[str] = []
+    done = at = 0
+    comments = shortcodes = True  # whether one that opens here can be closed
+    while found := _shortcode_or_code.search(text, at):
+        start, at, shown = found.start(), found.end(), ""
+        if found["comment"]:
+            end = text.find("-->", at) if comments else -1
+            comments, end = end >= 0, end + 3
+            closed = comments
+        elif found["shortcode"]:
+            closing = _shortcode_end.search(text, at) if shortcodes else None
+            closed = shortcodes = closing is not None
+            end = closing.end() if closing else at
+            shown = _shown(text[start:end])
+        else:
+            continue
+        if not closed:
+            at = start + 1
+            continue
+        parts += [text[done:start], shown]
+        done = at = end
+    return "".join([*parts, text[done:]])
+
+
+def _shown(shortcode: str) -> str:
+    """The text that a shortcode shows."""
+    heading = _shortcode_heading.fullmatch(shortcode)
+    if heading:
+        return heading[1].capitalize()
+    inner = shortcode[3:-3]
+    braces = [place for place in (inner.find("{"), inner.find("}"), inner.rfind("{"), inner.rfind("}")) if place >= 0]
+    given = _shortcode_text.search(inner)
+    while given and braces and not given.start() < min(braces) <= max(braces) < given.end():
+        given = _shortcode_text.search(inner, given.start() + 1) if given.start() < min(braces) else None
+    return given[1] if given else ""
 
 
 def _plain(text: str, targets: Mapping[str, Mapping[str, str]]) -> str:

@@ -23,12 +23,14 @@ from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
 from cdr_kernel.forks import Lock
 from cdr_kernel.store import StoreView
+from cdr_kernel.tokens import spans
 
 _UNIT = 1074  # the least float64 is 2^-1074
 _TAKEN = 21  # digits of a number summed at a time
 _PAIRS = 1 << 22  # of a count and a length, as many as are told apart
 _CHUNK = 65536  # texts taken in at a time
 _camel = re.compile(r"([a-z])([A-Z])")
+_between_words = re.compile("(?<=[^0-9A-Za-z\u212a])|(?<=[a-z])(?=[A-Z])").search  # lower() makes a k of U+212A
 _suffix = re.compile(r"(ies|es|s|ing|ed)\b")
 _word = re.compile(r"[A-Za-z][A-Za-z0-9]+")
 
@@ -40,8 +42,11 @@ def words(text: str) -> list[str]:
     digits that begin with a letter and have at least two characters are words unless they are in STOP_WORDS. Made for
     English; a text without such runs has none and gets no lexical evidence.
     """
-    plain = _suffix.sub("", _camel.sub(r"\1 \2", text).lower())
-    return [word for word in _word.findall(plain) if word not in STOP_WORDS]
+    found = []
+    for start, stop in spans(text, _between_words):
+        plain = _suffix.sub("", _camel.sub(r"\1 \2", text[start:stop]).lower())
+        found += [word for word in _word.findall(plain) if word not in STOP_WORDS]
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +189,7 @@ class LexicalIndex:
         for term, weight in terms:
             rows, times = _found(held, term, view)
             if len(rows):
-                score[rows] += weight * _impact(times, held.lengths[rows], term, counts)
+                score[rows] += weight * _impact(times, held.lengths[rows], _idf([term], counts), counts)
         return _sparse(score)
 
     def sums(self, view: StoreView, term: str, counts: WordCounts) -> SparseSums:
@@ -199,10 +204,10 @@ class LexicalIndex:
         lengths, often = held.lengths[rows], times.astype(np.int64)
         longest = int(lengths.max()) + 1
         if longest * (int(often.max()) + 1) > _PAIRS:
-            return SparseSums.of(_impact(times, lengths, term, counts))
+            return SparseSums.of(_impact(times, lengths, _idf([term], counts), counts))
         repeats = np.bincount(often * longest + lengths)
         pairs = np.flatnonzero(repeats)
-        impact = _impact((pairs // longest).astype(np.float64), pairs % longest, term, counts)
+        impact = _impact((pairs // longest).astype(np.float64), pairs % longest, _idf([term], counts), counts)
         return SparseSums.of(impact, repeats[pairs].astype(np.float64))
 
 
@@ -219,20 +224,28 @@ def above_mean(
 
     sums: of what it gives all facts, by term. Those that do not exceed it are left out.
     """
+    impacts: dict[str, list[float]] = {term: [] for term in terms}
+    for text in texts:
+        times = {term: n for term, n in Counter(text).items() if term in impacts}
+        impact = _impact(np.fromiter(times.values(), np.float64), len(text), _idf(times, counts), counts)
+        for term, value in zip(times, impact.tolist(), strict=True):
+            impacts[term].append(value)
     found = []
     for term, total in zip(terms, sums, strict=True):
-        times = np.array([text.count(term) for text in texts], np.float64)
-        impact = _impact(times, np.array([len(text) for text in texts]), term, counts)[times > 0]
-        more = math.fsum(impact) / len(texts) - total.mean(counts.facts)
+        more = math.fsum(impacts[term]) / len(texts) - total.mean(counts.facts)
         if more > NO_DEVIATION:
             found.append((term, more))
     return tuple(found)
 
 
-def _impact(times: Float64, lengths: Int64, term: str, counts: WordCounts) -> Float64:
-    """What BM25 gives facts of so many words for one that is so many times in them."""
-    frequency = counts.frequency[term]
-    idf = np.log1p((counts.facts - frequency + 0.5) / (frequency + 0.5))
+def _idf(terms: Iterable[str], counts: WordCounts) -> Float64:
+    """BM25's weight of each of these words."""
+    frequencies = (counts.frequency[term] for term in terms)
+    return np.array([np.log1p((counts.facts - n + 0.5) / (n + 0.5)) for n in frequencies], np.float64)
+
+
+def _impact(times: Float64, lengths: Int64 | int, idf: Float64 | float, counts: WordCounts) -> Float64:
+    """What BM25 gives facts of so many words for one of this weight that is so many times in them."""
     relative = lengths * (counts.facts / max(counts.length, 1))
     impact: Float64 = idf * times * (BM25_K1 + 1.0) / (times + BM25_K1 * (1.0 - BM25_B + BM25_B * relative))
     return impact

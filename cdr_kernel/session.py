@@ -17,6 +17,7 @@ import uuid
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -632,10 +633,11 @@ class Session:
         anchor = opening + ", ".join(labels)
         if max_chars is None or len(anchor) <= max_chars:
             return anchor
-        for kept in range(len(labels) - 1, 0, -1):
-            anchor = f"{opening}{', '.join(labels[:kept])} (+{len(labels) - kept} more)"
-            if len(anchor) <= max_chars:
-                return anchor
+        lengths = list(accumulate(len(label) + 2 for label in labels))  # with the ", " after each
+        for count in range(len(labels) - 1, 0, -1):
+            more = f" (+{len(labels) - count} more)"
+            if len(opening) + lengths[count - 1] - 2 + len(more) <= max_chars:
+                return f"{opening}{', '.join(labels[:count])}{more}"
         return f"{opening}(+{len(labels)} more)"
 
     def to_json(self) -> str:

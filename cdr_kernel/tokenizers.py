@@ -10,10 +10,11 @@ Hand one to the store and to the guard of its sessions alike; its name is kept w
 from __future__ import annotations
 
 import operator
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
+
+from cdr_kernel.tokens import folded
 
 
 class IcuTokenizer:
@@ -37,8 +38,7 @@ class IcuTokenizer:
 
     def __call__(self, text: str, /) -> list[str]:
         parted = text if text.isascii() else _without_surrogates(text, " ")
-        folded = unicodedata.normalize("NFKC", parted).casefold()
-        segments = _icu("icu4py.breakers").WordBreaker(folded, self.locale)
+        segments = _icu("icu4py.breakers").WordBreaker(folded(parted), self.locale)
         return [segment for segment in segments if any(map(str.isalnum, segment))]
 
     def __repr__(self) -> str:

@@ -17,6 +17,9 @@ DEFAULT_TOKENIZER: Final = "nfkc-casefold-1"
 
 _LONG_RUN: Final = 256
 _PROBE: Final = 32
+_PIECE: Final = 2048
+"""Characters of a text that are worked on at a time. Python's string functions and `re` keep all other threads waiting
+until they return, so no call may get a long text whole."""
 
 PIECE: Final = 1 << 16
 """Characters that `pieces` puts into one piece where it can."""
@@ -35,6 +38,7 @@ _SPACELESS: Final = (
 )  # fmt: skip  # fmt: skip
 
 _ascii_tokens = re.compile("[0-9a-z]+").findall
+_no_ascii_token = re.compile("[^0-9a-z]").search
 _beyond_bmp = re.compile("[\U00010000-\U0010ffff]").search
 
 
@@ -49,12 +53,51 @@ class Tokenizer(Protocol):
     def __call__(self, text: str, /) -> Sequence[str]: ...
 
 
+class Search(Protocol):
+    """The `search` of a compiled pattern."""
+
+    def __call__(self, text: str, start: int, /) -> re.Match[str] | None: ...
+
+
+def spans(text: str, cut: Search) -> Iterator[tuple[int, int]]:
+    """Where pieces of a text start and stop, some thousand characters each; none for an empty text.
+
+    cut: finds the next place where the text may be cut: at the start of the match. Without one the rest is one piece.
+    """
+    start, size = 0, len(text)
+    while start < size:
+        found = cut(text, start + _PIECE) if size - start > _PIECE else None
+        stop = size if found is None else found.start()
+        yield start, stop
+        start = stop
+
+
 def _unicode_tokens(text: str) -> list[str]:
-    return _token_patterns()[_beyond_bmp(text) is not None](text)
+    find = _token_patterns()[_beyond_bmp(text) is not None]
+    if len(text) <= _PIECE:
+        return find(text)
+    return [token for start, stop in spans(text, _between_tokens()) for token in find(text, start, stop)]
 
 
-def _nfkc(text: str) -> str:
-    return unicodedata.normalize("NFKC", _tamed(text))
+def folded(text: str) -> str:
+    """NFKC, then casefold."""
+    if len(text) <= _PIECE:
+        return unicodedata.normalize("NFKC", _tamed(text)).casefold()
+    parts = (text[start:stop] for start, stop in spans(text, _starters()))
+    return "".join(unicodedata.normalize("NFKC", _tamed(part)).casefold() for part in parts)
+
+
+@cache
+def _starters() -> Search:
+    """Finds a character that no character before it takes part in the normal form of: what is before it and what
+    begins with it can be normalised apart."""
+    pairs = (unicodedata.decomposition(chr(code)).split() for code in range(0x10000))
+    joined = {int(pair[1], 16) for pair in pairs if len(pair) == 2 and not pair[0].startswith("<")}
+    joined |= set(range(0x1160, 0x1200))  # vowels and finals of Hangul, composed by rule
+    firsts = ((code, unicodedata.normalize("NFKD", chr(code))[0]) for code in range(0x10000))
+    return re.compile(
+        _character_class([c for c, first in firsts if not unicodedata.combining(first) and ord(first) not in joined])
+    ).search
 
 
 def _tamed(text: str) -> str:
@@ -77,11 +120,12 @@ def _mark_runs() -> tuple[Callable[[str], object], Callable[[Callable[[re.Match[
     codes = (*range(0x300, 0x20000), *range(0xE0000, 0xE1000))
     marks = [c for c in codes if all(map(unicodedata.combining, unicodedata.normalize("NFKD", chr(c))))]
     mark = _character_class(marks)
-    return re.compile(f"{mark}{{{_LONG_RUN // _PROBE}}}").search, re.compile(f"{mark}{{{_LONG_RUN},}}+").sub
+    long_run = f"(?<!{mark}){mark}{{{_LONG_RUN},}}+"  # looked for where a run begins, not at each of its marks
+    return re.compile(f"{mark}{{{_LONG_RUN // _PROBE}}}").search, re.compile(long_run).sub
 
 
 @cache
-def _token_patterns() -> tuple[Callable[[str], list[str]], Callable[[str], list[str]]]:
+def _token_patterns() -> tuple[Callable[..., list[str]], Callable[..., list[str]]]:
     # Two patterns, one for texts without characters beyond the BMP: there `re` looks a class up in a bitmap,
     # beyond it walks hundreds of ranges, which the lookahead keeps to the characters that need it. Made at
     # the first text that is not ASCII, since visiting every code point takes some 100 ms. The planes between
@@ -93,6 +137,14 @@ def _token_patterns() -> tuple[Callable[[str], list[str]], Callable[[str], list[
         re.compile(f"{low[2]}++|{low[0]}{low[1]}*+").findall,
         re.compile(f"{word}++|{spaceless}{mark}*+").findall,
     )
+
+
+@cache
+def _between_tokens() -> Search:
+    """Finds a character that no token before it holds."""
+    low = _character_classes(range(0x10000))[2].removeprefix("[")
+    high = _character_classes(range(0x10000, 0x40000))[0]
+    return re.compile(f"[^\U00010000-\U0010ffff{low}|(?=[\U00010000-\U0010ffff]){high}").search
 
 
 def _character_classes(codes: Iterable[int]) -> tuple[str, str, str]:
@@ -137,7 +189,12 @@ def tokenize(text: str) -> list[str]:
     if not isinstance(text, str):
         raise TypeError(f"text: expected str, got {type(text).__name__}")
     plain = ascii_form(text)
-    return _ascii_tokens(plain.lower()) if plain.isascii() else _unicode_tokens(_nfkc(text).casefold())
+    if not plain.isascii():
+        return _unicode_tokens(folded(text))
+    if len(plain) <= _PIECE:
+        return _ascii_tokens(plain.lower())
+    plain = plain.lower()
+    return [token for start, stop in spans(plain, _no_ascii_token) for token in _ascii_tokens(plain, start, stop)]
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
@@ -168,8 +225,13 @@ def ascii_form(text: str) -> str:
     """The text, where possible as ASCII text of the same tokens: most others hold but dashes and curly quotes."""
     if text.isascii():
         return text
-    plain = _parting()(" ", text)
-    return plain if plain.isascii() else text
+    parts = []
+    for start in range(0, len(text), _PIECE):
+        plain = _parting()(" ", text[start : start + _PIECE])
+        if not plain.isascii():
+            return text
+        parts.append(plain)
+    return "".join(parts)
 
 
 @cache

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import math
+import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from timing import longest_wait, seconds
 
+from cdr_kernel import tokens
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.ngram import tokenize
 from cdr_kernel.retrieve import Retriever
@@ -303,3 +307,52 @@ def test_a_report_fits_the_session_it_is_for():
     assert session.words == {"dns": 6, "cni": 0, "bgp": 11}
     assert session.completeness == pytest.approx((0.6 + 0.0 + 1.0) / 3)
     assert [item.id for item in session.residual] == ["cni"]
+
+
+@pytest.mark.parametrize("piece", [1, 4])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text("ab.!…\"') \n\r\u2028\x85。-#1é\xa0", max_size=60))
+def test_the_sentences_of_a_long_text_are_those_of_a_short_one(piece, monkeypatch, text):
+    expected = split_sentences(text)
+    lines = [re.sub(r"^\s*(?:[-*+•>]|#{1,6}|\d{1,3}[.)])\s+", "", line) for line in text.splitlines()]
+    ends = r"(?<=[。！？])|(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+"
+    assert expected == [part.strip() for line in lines for part in re.split(ends, line) if tokenize(part)]
+    monkeypatch.setattr(tokens, "_PIECE", piece)
+    assert split_sentences(text) == expected
+
+
+def test_other_threads_go_on_while_a_long_text_is_cut_into_sentences():
+    text = "a." * 1_500_000
+    assert longest_wait(lambda: split_sentences(text)) < 0.25
+
+
+def test_many_sub_queries_do_not_make_every_sentence_dear():
+    output = "nothing of this is about it\n" * 4_000
+
+    def task(n):
+        return [SubQuery(f"s{i}", f"topic{i}", f"words{i} of{i} that{i}", np.ones(2)) for i in range(n)]
+
+    few, many = task(2), task(1_000)
+    assert seconds(assess, output, many) < 5 * seconds(assess, output, few)
+
+
+@given(
+    st.lists(st.sets(st.sampled_from("abcdefg"), max_size=4), min_size=1, max_size=5),
+    st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=4), max_size=4),
+)
+def test_a_sentence_goes_to_the_sub_query_that_shares_the_most_with_it(vocabularies, sentences):
+    items = [SubQuery(f"s{i}", "zz", " ".join(sorted(v)), np.ones(2)) for i, v in enumerate(vocabularies)]
+    with_label = [v | {"zz"} for v in vocabularies]
+    total = len(items)
+    weight = {
+        token: math.log(total / sum(token in v for v in with_label)) if total > 1 else 1.0
+        for token in set().union(*with_label)
+    }
+    expected: dict[str, int] = {}
+    for sentence in sentences:
+        shared = [math.fsum(weight[token] for token in v & set(sentence)) for v in with_label]
+        best = shared.index(max(shared))
+        if shared[best] > 0.0:
+            expected[f"s{best}"] = expected.get(f"s{best}", 0) + len(sentence)
+    report = assess("\n".join(" ".join(sentence) for sentence in sentences), items)
+    assert report.words_by_sub_query == expected

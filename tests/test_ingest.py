@@ -11,6 +11,7 @@ import zlib
 
 import numpy as np
 import pytest
+from timing import seconds
 from typer.testing import CliRunner
 
 from cdr_kernel import FactStore, cli_run, embedder
@@ -463,3 +464,43 @@ def test_ingest_refuses_a_folder_of_other_files(docs):
     result = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(docs), "--embed", "toy"])
     assert result.exit_code == 1
     assert "expected a store or an empty folder" in result.stderr
+
+
+HOSTILE = {
+    "spaces in a heading": lambda n: "# a" + " " * n + "b",
+    "marks in a heading": lambda n: "# a" + " #" * n + " b",
+    "braces in a heading": lambda n: "# a" + "{#" * n + " b",
+    "blank lines of front matter": lambda n: "---\n" + "\n" * n + "x",
+    "spaces in a title": lambda n: "---\ntitle: a" + " " * n + "b\n---\nc",
+    "spaces in a key": lambda n: "---\na" + " " * n + "b\n---\nc",
+    "open comments": lambda n: "<!--" * n,
+    "open shortcodes": lambda n: "{{<" * n,
+    "texts of a shortcode": lambda n: "{{<" + ' text="a"' * n + "{>}}",
+    "runs of ticks": lambda n: "".join("`" * i + "a" for i in range(1, int(n**0.5) * 2)),
+    "labels": lambda n: "[a\n" * n,
+}
+
+
+@pytest.mark.parametrize("document", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_document_takes_time_in_proportion(document):
+    def take(n):
+        cut("a.md", document(n))
+
+    assert seconds(take, 8_000) < 10 * max(0.01, seconds(take, 2_000))
+
+
+@pytest.mark.parametrize(
+    ("markdown", "text"),
+    [
+        ('a {{< x text="in {braces}" >}} b', "a in {braces} b"),
+        ('a {{< x {y} text="t" >}} b', "a b"),
+        ('a {{< x text="t" {y} >}} b', "a b"),
+        ('a {{< text="t>}} b', "a b"),
+        ("a <!-- b <!-- c --> d <!-- e", "a d <!-- e"),
+        ("a {{<!-- b --> c", "a {{ c"),
+        ("a {{{< b >}} c", "a { c"),
+    ],
+)
+def test_comments_and_shortcodes_that_are_hard_to_read(markdown, text):
+    (fact,) = cut("a.md", markdown).facts
+    assert fact.text == text

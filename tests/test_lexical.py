@@ -7,12 +7,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from timing import longest_wait, seconds
 
-from cdr_kernel import FactStore, lexical
+from cdr_kernel import FactStore, lexical, reference, tokens
 from cdr_kernel.constants import STOP_WORDS
-from cdr_kernel.lexical import LexicalIndex, Postings, SparseSums, TfIdf, WordCounts, words, z_of_sparse
+from cdr_kernel.lexical import LexicalIndex, Postings, SparseSums, TfIdf, WordCounts, above_mean, words, z_of_sparse
 
 TEXTS = [
     "Every Pod gets its own IP address",
@@ -215,3 +216,48 @@ def test_texts_are_taken_in_piece_by_piece(monkeypatch):
     for (rows, scores), (expected_rows, expected) in zip(LexicalIndex().bm25(view, TEXTS), whole, strict=True):
         assert rows.tolist() == expected_rows.tolist()
         assert scores.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("piece", [1, 4])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text("aBsies gGnN_éΣσ\u212aİK.'-:7\u0307\n", max_size=60) | st.text(max_size=40))
+def test_the_words_of_a_long_text_are_the_reference_s(piece, monkeypatch, text):
+    monkeypatch.setattr(tokens, "_PIECE", piece)
+    assert words(text) == reference.lexical_words(text)
+
+
+def test_other_threads_go_on_while_a_long_text_is_cut_into_words():
+    text = "aB" * 1_500_000
+    assert longest_wait(lambda: words(text)) < 0.25
+
+
+def test_the_words_of_a_fact_that_has_many_take_time_in_proportion():
+    def take(n):
+        terms = [f"w{i}" for i in range(n)]
+        counts = WordCounts(10, 10 * n, dict.fromkeys(terms, 1))
+        texts, sums = [terms, terms[: n // 2]], [SparseSums(0, 0)] * n
+        assert len(above_mean(texts, terms, counts, sums)) == n
+
+    assert seconds(take, 8_000) < 8 * seconds(take, 2_000)
+
+
+@given(st.lists(st.lists(st.sampled_from("abcd"), max_size=6), min_size=1, max_size=4))
+def test_words_above_the_mean_are_those_of_their_definition(texts):
+    terms = sorted({word for text in texts for word in text} | {"e"})
+    counts = WordCounts(9, 30, dict.fromkeys(terms, 2))
+    expected = []
+    for term in terms:
+        scores = [
+            reference_bm25(text.count(term), len(text), counts.frequency[term], counts)
+            for text in texts
+            if term in text
+        ]
+        if math.fsum(scores) / len(texts) > 1e-12:
+            expected.append((term, pytest.approx(math.fsum(scores) / len(texts), rel=1e-12)))
+    assert list(above_mean(texts, terms, counts, [SparseSums(0, 0)] * len(terms))) == expected
+
+
+def reference_bm25(times, length, frequency, counts):
+    """What BM25 gives a text for one word."""
+    idf = math.log1p((counts.facts - frequency + 0.5) / (frequency + 0.5))
+    return idf * times * 2.2 / (times + 1.2 * (0.25 + 0.75 * length * counts.facts / counts.length))

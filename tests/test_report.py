@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
+import hashlib
 import json
 import math
 import re
@@ -419,6 +421,21 @@ def test_figures(tmp_path):
     ]
 
 
+def digest(script):
+    """What a Content Security Policy calls a script."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def test_the_one_script_of_a_report_is_allowed_by_its_digest():
+    text = report_html(documents())
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
+    assert rules["script-src"] == f"'sha256-{digest(script)}'"
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert not re.search(r"<[^>]*\son[a-z]+\s*=", text), "no handler of an event stands in an attribute"
+
+
 def test_figures_without_matplotlib_say_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "\.\[report\]" in a checkout'):
@@ -459,12 +476,24 @@ class TestInABrowser:
         if what != "hostile":
             assert check_numbers(dom, runs) > 200
 
+    def test_a_script_that_gets_into_the_page_does_not_run(self, tmp_path):
+        page = tmp_path / "report.html"
+        write_report(page, documents())
+        hostile = (
+            "<script>document.body.dataset.hacked = 1</script><img src=x onerror='document.body.dataset.hacked = 2'>"
+        )
+        page.write_text(page.read_text().replace("</body>", f"{hostile}</body>"))
+        dom, console = browse(page, tmp_path, "--dump-dom")
+        assert "data-hacked" not in dom
+        assert sum("Content Security Policy" in line for line in console) >= 2
+
     def act(self, tmp_path, script, width=400, theme="light", runs=None):
         """Run a script in a report that is so wide; what it returns."""
         page, frame = tmp_path / "report.html", tmp_path / "frame.html"
         write_report(page, runs or documents())
-        said = f"<script>parent.postMessage(JSON.stringify((() => {{ {script} }})()), '*')</script>"
-        page.write_text(page.read_text().replace("</body>", f"{said}</body>"))
+        said = f"parent.postMessage(JSON.stringify((() => {{ {script} }})()), '*')"
+        text = page.read_text().replace("script-src ", f"script-src 'sha256-{digest(said)}' ")
+        page.write_text(text.replace("</body>", f"<script>{said}</script></body>"))
         frame.write_text(
             "<!doctype html><body><script>"
             "addEventListener('message', e => {document.body.dataset.said = e.data})</script>"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing import seconds
 
 from cdr_kernel import reference
 from cdr_kernel.constants import EXIT_REASONS, Depth
@@ -1161,6 +1162,14 @@ def test_a_short_anchor_is_the_reference_s(labels, max_chars):
     remaining = [reference.SubQuery(str(i), label, "", [1.0]) for i, label in enumerate(labels)]
     assert anchor == reference.residual_task_anchor(remaining, max_chars)
     assert len(anchor) <= max_chars or anchor == f"Remaining sections to complete: (+{len(labels)} more)"
+
+
+def test_a_short_anchor_of_many_labels_takes_time_in_proportion():
+    def session(n):
+        items = [SubQuery(f"s{i}", "x" * 400, "", np.ones(2)) for i in range(n)]
+        return Session(items, embedding_model=MODEL)
+
+    assert seconds(session(4_000).anchor, 100) < 6 * seconds(session(1_000).anchor, 100)
 
 
 @pytest.mark.parametrize("value", [0, -3, True, 10.0])

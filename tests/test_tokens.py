@@ -5,19 +5,20 @@ from __future__ import annotations
 import unicodedata
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from texts import Whitespace, texts
+from timing import longest_wait
 
-from cdr_kernel import reference
+from cdr_kernel import reference, tokens
 from cdr_kernel.ngram import NGramGuard
-from cdr_kernel.tokens import _tamed, tokenize
+from cdr_kernel.tokens import _tamed, folded, tokenize
 
 MARKS = "\u0301\u0316\u0345\u0344\u0341\u0f71\u0f73\u0f75\u0f81\u3099\u0e48\u0e38\U0001d165\U0001e8d0\u20dd\ufe0f"
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"),
+    ("text", "expected"),
     [
         ("", []),
         (" \t\n.,_-\x00", []),
@@ -41,9 +42,9 @@ MARKS = "\u0301\u0316\u0345\u0344\u0341\u0f71\u0f73\u0f75\u0f81\u3099\u0e48\u0e3
         ("\U00010400x \U00020000\U00020001", ["\U00010428x", "\U00020000", "\U00020001"]),
     ],
 )
-def test_tokens(text: str, tokens: list[str]) -> None:
-    assert tokenize(text) == tokens
-    assert reference.tokenize(text) == tokens
+def test_tokens(text: str, expected: list[str]) -> None:
+    assert tokenize(text) == expected
+    assert reference.tokenize(text) == expected
 
 
 def test_every_ascii_character_and_a_sample_of_all_others() -> None:
@@ -75,6 +76,38 @@ def test_hostile_runs_of_marks_are_in_order_before_python_sorts_them(marks: str)
     assert classes[1:] == sorted(classes[1:])
     (token,) = tokenize(text)  # sorting by insertion would take hours
     assert len(token) >= 200_000
+
+
+@pytest.mark.parametrize("piece", [1, 5])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=texts)
+def test_a_long_text_is_cut_into_pieces_of_the_same_tokens(piece: int, monkeypatch, text: str) -> None:
+    monkeypatch.setattr(tokens, "_PIECE", piece)
+    assert tokenize(text) == reference.tokenize(text)
+    assert folded(text) == unicodedata.normalize("NFKC", text).casefold()
+
+
+def test_no_character_is_cut_from_what_it_is_normalised_with(monkeypatch) -> None:
+    monkeypatch.setattr(tokens, "_PIECE", 1)
+    befores = ["a", "한", "ᄀ", "가", "ka\u0301", "が", "\u0bc6", "\u0cca", "\u1133", "=", "\ufdfa", "Å"]
+    for code in (*range(0x2000), *range(0x3000, 0x3100), *range(0x3100, 0x1F000, 37)):
+        text = "".join(f"{before}{chr(code)}" for before in befores)
+        assert folded(text) == unicodedata.normalize("NFKC", text).casefold(), hex(code)
+
+
+HOSTILE = {
+    "letters that become words": "\ufdfa",
+    "ideographs beyond the BMP": "\U00020000",
+    "words": "é ",
+    "ASCII words": "a ",
+}
+
+
+@pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)
+def test_other_threads_go_on_while_a_long_text_is_cut_into_tokens(unit: str) -> None:
+    text = unit * (1_200_000 // len(unit.encode())) + "b" + "\u0301\u0316" * 200
+    tokenize(text[:20_000])  # what is made at the first text is made
+    assert longest_wait(lambda: tokenize(text)) < 0.25
 
 
 def test_names_of_tokenizers() -> None:

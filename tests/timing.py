@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,3 +16,22 @@ def seconds(call: Callable[..., Any], *arguments: Any, tries: int = 3) -> float:
         call(*arguments)
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def longest_wait(call: Callable[[], Any]) -> float:
+    """The longest that this thread, which asks every millisecond, was kept from running while another made the call.
+
+    Of two tries the better one, since the machine may do other things.
+    """
+    return min(_longest_wait(call) for _ in range(2))
+
+
+def _longest_wait(call: Callable[[], Any]) -> float:
+    worker = threading.Thread(target=call)
+    longest, last = 0.0, time.perf_counter()
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest

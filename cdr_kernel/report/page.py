@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import re
@@ -34,7 +36,8 @@ def page(title: str, body: str, data: Mapping[str, Any]) -> str:
     """The file. data: what it was made of, kept in it as JSON in the element #cdr-data."""
     here = files("cdr_kernel.report")
     style = here.joinpath("style.css").read_text("ascii")
-    script = here.joinpath("script.js").read_text("ascii")
+    script = "\n" + here.joinpath("script.js").read_text("ascii")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":  # no text in it can end the element, or begin a comment
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -45,7 +48,7 @@ def page(title: str, body: str, data: Mapping[str, Any]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
-script-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'">
+script-src 'sha256-{allowed}'; img-src data: blob:; base-uri 'none'; form-action 'none'">
 <title>{h(title)}</title>
 <link rel="icon" href="data:,">
 <style>
@@ -55,8 +58,7 @@ script-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'n
 <a class="skip" href="#main">Skip to the report</a>
 {body}
 <script type="application/json" id="cdr-data">{text}</script>
-<script>
-{script}</script>
+<script>{script}</script>
 </body>
 </html>
 """
