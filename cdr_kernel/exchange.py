@@ -2,7 +2,8 @@
 
 Numbers are tensors [N]; strings are their UTF-8 bytes one after the other (NAME.utf8) and where each begins and the
 last ends (NAME.offsets, int64 [N + 1]); a column that may lack values has NAME.missing, uint8 [N], 1 where it does.
-Rows come in the order of their sequence numbers.
+Rows come in the order of their sequence numbers. The metadata has the CRC-32C of every tensor and a digest of itself; a
+file of another program may have neither.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from cdr_kernel import _C
 from cdr_kernel.attributes import KINDS, checked_attributes
-from cdr_kernel.folder import draft_folder, sync_folder
+from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.folder import draft_folder, identity_of, sync_folder
 from cdr_kernel.lance_record import COLUMNS
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store import DTYPES
@@ -91,7 +94,9 @@ def write(path: Path, table: Any, about: Mapping[str, str], attributes: Mapping[
         **{name: about[name] for name in ABOUT},
         "next_sequence": str(next_sequence),
         "attributes": json.dumps({name: its.__name__ for name, its in sorted(attributes.items())}),
+        "checksums": json.dumps({name: _C.crc32c(np.ascontiguousarray(each)) for name, each in tensors.items()}),
     }
+    metadata["identity"] = identity_of(metadata)
     with draft_folder(path) as home:  # the library puts a file of its own in the place of one that is there
         made = home / "facts"
         try:
@@ -124,11 +129,13 @@ class Exchanged:
         try:
             self._file = safetensors.safe_open(str(path), framework="numpy")
         except Exception as error:  # its errors have no common base
-            raise ValueError(f"{path}: expected a safetensors file ({error})") from None
+            raise DamagedFileError(f"{path}: expected a safetensors file ({error})", path) from None
         metadata = self._file.metadata() or {}
         if metadata.get("format") != FORMAT or metadata.get("format_version") != str(FORMAT_VERSION):
             found = f"{metadata.get('format')!r} version {metadata.get('format_version')!r}"
             raise ValueError(f"{path}: expected format {FORMAT!r} version {FORMAT_VERSION}, found {found}")
+        if "identity" in metadata and metadata["identity"] != identity_of(metadata):
+            raise DamagedFileError(f"{path}: its metadata is not as it was written", path)
         try:
             self.about = {name: metadata[name] for name in ABOUT}
             self.dim = int(metadata["dim"])
@@ -138,6 +145,7 @@ class Exchanged:
             self.next_sequence = int(metadata["next_sequence"])
             self.numbering = Numbering.read(json.loads(metadata["numbering"]), "numbering")
             self.attributes = {name: KINDS[kind] for name, kind in json.loads(metadata["attributes"]).items()}
+            self._sums: dict[str, int] = json.loads(metadata.get("checksums", "{}"))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: expected the settings of a store in the metadata ({error})") from None
         checked_attributes({name: [] for name in self.attributes}, 0)
@@ -172,7 +180,11 @@ class Exchanged:
         return expected
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """Up to 65,536 facts at a time: lists and arrays by column, attributes under "attributes"."""
+        """Up to 65,536 facts at a time: lists and arrays by column, attributes under "attributes".
+
+        Raises DamagedFileError before the first where a tensor is not as it was written.
+        """
+        self._check()
         for start in range(0, self.facts, _BATCH):
             stop = min(start + _BATCH, self.facts)
             batch: dict[str, Any] = {"embedding": self._part("embedding", start, stop)}
@@ -187,6 +199,15 @@ class Exchanged:
                 for name, kind in self.attributes.items()
             }
             yield batch
+
+    def _check(self) -> None:
+        for name, expected in self._sums.items():
+            tensor, crc = self._file.get_slice(name), 0
+            rows = tensor.get_shape()[0]
+            for start in range(0, rows, _BATCH):
+                crc = _C.crc32c(np.ascontiguousarray(tensor[start : min(start + _BATCH, rows)]), crc)
+            if crc != expected:
+                raise DamagedFileError(f"{self.path}: {name} is not as it was written", self.path)
 
     def _part(self, name: str, start: int, stop: int) -> Any:
         return self._file.get_slice(name)[start:stop] if start < stop else np.zeros(0, np.uint8)

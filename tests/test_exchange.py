@@ -9,6 +9,7 @@ pytest.importorskip("lance", reason="needs the store extra")
 pytest.importorskip("safetensors", reason="needs the store extra")
 
 import safetensors
+from fact_stores import flip
 from safetensors.numpy import load_file, save_file
 
 from cdr_kernel import exchange
@@ -79,9 +80,10 @@ def test_a_file_that_is_cut_off_anywhere_is_not_read(file, tmp_path):
 
 
 def rewritten(file, metadata=None, **tensors):
-    """The file with other settings or tensors."""
+    """The file with other settings or tensors, as another program writes it, without checksums."""
     with safetensors.safe_open(file, "numpy") as opened:
         about = {**opened.metadata(), **(metadata or {})}
+    del about["identity"], about["checksums"]
     save_file({**load_file(file), **tensors}, file, metadata=about)
     return file
 
@@ -116,9 +118,33 @@ def test_settings_that_are_none_are_not_read(file, metadata, said):
         exchange.Exchanged(rewritten(file, metadata))
 
 
-def test_what_was_written_is_read(file):
-    found = exchange.Exchanged(rewritten(file))
+@pytest.mark.parametrize("by", ["us", "another program"])
+def test_what_was_written_is_read(file, by):
+    found = exchange.Exchanged(file if by == "us" else rewritten(file))
     assert (found.facts, found.dim, found.attributes) == (2, 4, {"lang": str, "year": int})
     (batch,) = found.batches()
     assert (batch["id"], batch["text"]) == (["a", "b"], ["x", "y"])
     assert batch["attributes"] == {"lang": ["en", None], "year": [1, 2]}
+
+
+def test_a_flipped_bit_gives_no_other_facts(file):
+    def read():
+        found = exchange.Exchanged(file)
+        batches = [{**batch, "embedding": batch["embedding"].tobytes()} for batch in found.batches()]
+        return found.about, found.next_sequence, found.attributes, batches
+
+    truth, named = read(), 0
+    for at in range(file.stat().st_size):
+        flip(file, at, 1 << at % 8)
+        said = None
+        try:
+            found = read()
+        except ValueError as error:
+            said = str(error)
+        if said is None:
+            assert found == truth
+        else:
+            assert str(file) in said
+            named += 1
+        flip(file, at, 1 << at % 8)
+    assert named > 0.9 * file.stat().st_size
