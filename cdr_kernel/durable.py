@@ -451,12 +451,18 @@ class DurableStore:
         """Whether all that is ranked was checked: no block of a snapshot is left to look at."""
         return self.facts.verified
 
-    def verify(self) -> str | None:
+    def verify(self, progress: Callable[[int], object] | None = None) -> str | None:
         """Wait until all of the snapshot that was opened is checked; what was wrong, None for nothing.
 
         What was wrong has been put right from the record by then.
+
+        Args:
+            progress: Called with 0 ten times a second meanwhile; what it raises ends the waiting.
         """
         if self._checking is not None and self._checking is not threading.current_thread():
+            while progress is not None and self._checking.is_alive():
+                progress(0)
+                self._checking.join(0.1)
             self._checking.join()
         return self._damage
 

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from fact_stores import flip
 from serving import (
     DIM,
     MODEL,
@@ -22,12 +23,17 @@ from serving import (
     write_keys,
 )
 
-from cdr_kernel import FactStore, Retriever, cdr_rank
+from cdr_kernel import DamagedFileError, FactStore, Retriever, cdr_rank
+from cdr_kernel import store as store_module
 
 pytest.importorskip("lance", reason="needs the store extra")
 pytest.importorskip("safetensors", reason="needs the store extra")
 
+from starlette.testclient import TestClient
+
 from cdr_kernel.durable import DurableStore
+from cdr_kernel.serve import Settings, create_app
+from cdr_kernel.serve.app import build
 
 
 @pytest.fixture
@@ -290,3 +296,45 @@ def test_ids_are_indexed_before_the_first_request(folder, tmp_path, monkeypatch)
         with serving(opened) as client:
             facts = client.app.state.service.tenants["default"].facts.facts
             assert facts._row_of is not None
+
+
+def ranked(client):
+    answer = client.post(f"/v1/sessions/{created(client)}/rank", json=rank())
+    assert answer.status_code == 200, answer.text
+    return answer.json()["facts"]
+
+
+def test_a_server_is_ready_when_all_it_answers_from_is_checked(tmp_path, monkeypatch):
+    make_store().save(tmp_path / "s")
+    with serving(tmp_path / "s") as client:
+        truth = ranked(client)
+    monkeypatch.setattr(store_module, "_AT_ONCE", 0)
+    monkeypatch.setattr(store_module, "_check_behind", lambda files: None)
+    going, verify = threading.Event(), FactStore.verify
+    monkeypatch.setattr(FactStore, "verify", lambda *args: going.wait(20) and verify(*args))
+    app = create_app(Settings(store=tmp_path / "s"))
+    with TestClient(app) as client:
+        assert client.get("/readyz").json()["status"] == "loading"
+        assert client.get("/readyz").status_code == 503
+        going.set()
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert all(tenant.facts.facts.verified for tenant in app.state.service.tenants.values())
+        assert ranked(client) == truth
+    flip(next((tmp_path / "s").glob("data-*/texts.utf8")))
+    failed = []
+    app = build(Settings(store=tmp_path / "s"), failed=failed.append)
+    with TestClient(app) as client:
+        until(lambda: client.get("/readyz").json()["status"] == "unavailable")
+    (error,) = failed
+    assert isinstance(error, DamagedFileError)
+    assert "texts.utf8: block 0 is not as it was written" in str(error)
+
+
+def test_a_damaged_snapshot_is_put_right_before_the_server_is_ready(folder, monkeypatch):
+    with DurableStore.open(folder) as store:
+        store.snapshot()
+    flip(next((folder / "snapshot").glob("data-*/embeddings.npy")))
+    monkeypatch.setattr(store_module, "_AT_ONCE", 0)
+    with serving(folder) as client:
+        assert ranked(client)
+        assert client.get("/v1/stats").json()["facts"] == 60

@@ -236,7 +236,8 @@ class Service:
         return {name: store / name for name in names}
 
     def load(self) -> None:
-        """Open every store, with its codes and its ids; takes what that takes. Raises what is wrong."""
+        """Open every store and check all of it, with its codes and its ids; takes what that takes. Raises what is
+        wrong, DamagedFileError for a store of which a block is not as it was written."""
         settings = self.settings
         if settings.embed is not None:
             from cdr_kernel.embedder import load_embedder
@@ -258,6 +259,7 @@ class Service:
             )
         found = {}
         for name, facts in opened.items():
+            facts.verify(self._go_on)
             retriever = retriever_on(
                 settings.device, facts.facts, dtype=settings.device_dtype, cache_bytes=settings.row_cache_bytes
             )
@@ -345,7 +347,7 @@ class Service:
         if self.tracing is not None:
             self.tracing.close()
 
-    def _go_on(self, coded: int) -> None:
+    def _go_on(self, count: int) -> None:
         if self.stopping:
             raise InterruptedError("told to stop while the stores were being opened")
 

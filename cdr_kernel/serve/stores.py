@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -47,6 +47,10 @@ class Facts(Protocol):
     def refresh(self) -> bool:
         """See what other processes have changed, and take out what is past its time; whether anything changed."""
 
+    def verify(self, progress: Callable[[int], object]) -> None:
+        """Return when all that answers come from is checked. progress: called every now and then; what it raises ends
+        the work. Raises DamagedFileError for damage that cannot be put right."""
+
     def close(self) -> None:
         """Let go of it."""
 
@@ -88,6 +92,11 @@ class DurableFacts:
     def refresh(self) -> bool:
         """See `Facts`."""
         return self._noted(self._store.refresh())
+
+    def verify(self, progress: Callable[[int], object]) -> None:
+        """See `Facts`. A damaged snapshot is put right from the record."""
+        self._store.verify(progress)
+        self._store.facts.verify(progress)  # where it could not be put right
 
     def close(self) -> None:
         """See `Facts`."""
@@ -142,6 +151,10 @@ class FolderFacts:
     def refresh(self) -> bool:
         """Nobody else changes it."""
         return False
+
+    def verify(self, progress: Callable[[int], object]) -> None:
+        """See `Facts`."""
+        self._store.verify(progress)
 
     def close(self) -> None:
         """Nothing to do."""
