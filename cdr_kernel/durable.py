@@ -421,7 +421,11 @@ class DurableStore:
             self._check_open()
             record, view, following = self._replica.record, self.facts.view(), self._replica.next_sequence
             held = self._replica.held
-        snapshot.write(folder, self.facts, view, record, following, held)
+        try:
+            snapshot.write(folder, self.facts, view, record, following, held)
+        except DamagedFileError as error:  # of the snapshot that is mapped: never written again as if it were whole
+            self._put_right(str(error))
+            return
         with self._lock:
             self._snapshot_version = record.version
         if codes and len(view) >= WORTH_CODES:
@@ -493,6 +497,7 @@ class DurableStore:
         if isinstance(found, str) and replica.record.newest() is not replica.record:  # it may be of a newer version
             replica.record = replica.record.newest()
             found = self._from_snapshot()
+        damaged = isinstance(found, str) and self._damage is not None
         if isinstance(found, str):
             why = None if new else "its snapshot is missing or does not fit"
             replica.reread(replica.record, in_place=False, why=why)
@@ -502,14 +507,13 @@ class DurableStore:
             self._snapshot_version = found.version
             replica.held = found.held
             mapped = self.facts.view().rows
-            self._checking = threading.Thread(target=self._check, args=(found.facts,), name="cdr-snapshot")
-            self._checking.start()
+            self._check_behind(found.facts)
             replica.with_newest(replica.record, replica.catch_up)
             view = self.facts.view()
             late = (view.rows - mapped) + (view.rows - len(view))
         self._expire_due()
         worth = late >= max(WORTH_SNAPSHOT, len(self.facts) // 8)
-        if worth or self._damage is not None:
+        if worth or damaged:
             with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written: the next open reads on
                 self.snapshot(codes=False)
                 mapped_again = self._mapped() if worth else None
@@ -532,7 +536,10 @@ class DurableStore:
         found = self._from_snapshot()
         if isinstance(found, str):
             return None
-        return found.facts if found.version == self.version else None
+        if found.version != self.version:
+            return None
+        self._check_behind(found.facts)
+        return found.facts
 
     def _expire_due(self) -> None:
         """Take out what is past its time: of the record too where it can be written."""
@@ -545,6 +552,10 @@ class DurableStore:
 
     def _due_rows(self) -> Int64:
         return self.facts.view().rows_at_most(moments.EXPIRES, moments.now())
+
+    def _check_behind(self, facts: FactStore) -> None:
+        self._checking = threading.Thread(target=self._check, args=(facts,), name="cdr-snapshot")
+        self._checking.start()
 
     def _check(self, facts: FactStore) -> None:
         """Check every block of the snapshot that was mapped, on one thread: the others are for whoever ranks."""
@@ -563,9 +574,11 @@ class DurableStore:
             raise _Closed
 
     def _put_right(self, damage: str) -> None:
-        """Read all facts from the record in place of a damaged snapshot."""
-        say(f"warning: {damage}; the facts are read from the record again")
+        """Read all facts from the record in place of a damaged snapshot, unless another thread has done so."""
         with self._lock:
+            if self.facts.verified:
+                return
+            say(f"warning: {damage}; the facts are read from the record again")
             self._replica.reread(Record.open(self.path / RECORD), in_place=True)
             self._snapshot_version = None
             with contextlib.suppress(OSError):
