@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from cdr_kernel.moments import EXPIRES, expiries_of, expiring
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.store import FactStore, StoreView
+from cdr_kernel.warn import warn
 
 BY = ("source", "id")
 KIND = Kind(
@@ -273,7 +273,7 @@ def damage_in(folder: Path, manifest: int) -> str | None:
             checksums.drop_codes(folder)
         except OSError:  # a folder that cannot be written
             return codes
-        warnings.warn(f"{codes}; the codes are made again", stacklevel=2)
+        warn(f"{codes}; the codes are made again")
     return damage
 
 

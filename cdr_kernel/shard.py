@@ -127,8 +127,8 @@ class Answer:
     """The k best facts of one shard for one session, best first: their sequence numbers and the ranking's arrays.
 
     qualified, activations: as in `Ranking`; passed, new: facts that passed the gate, and those of them never packed;
-    asked: facts that could have, counted where fewer than k did. digest: of the blacklist that was counted. facts:
-    themselves, where they were asked for.
+    asked: facts that could have, counted where fewer than k did, or none. digest: of the blacklist that was counted.
+    facts: themselves, where they were asked for.
     """
 
     sequence: Int64
@@ -391,7 +391,7 @@ class Shard:
             question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
             ranking, passed, new = question.counted(k, factors)
             digest = None if ask.blacklist is None else ask.blacklist.digest
-            there = len(view) if k is not None and passed < k else 0
+            there = len(view) if passed < (1 if k is None else k) else 0
             answers.append(_answer(ranking, passed, new, there, digest, whole))
         return answers
 

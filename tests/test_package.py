@@ -66,7 +66,7 @@ EDGES = {
 }
 LADDER = [
     {"constants", "_C"},
-    {"reference", "arrays", "checks", "folder", "tokens"},
+    {"reference", "arrays", "checks", "folder", "tokens", "warn"},
     {"token_hashes", "attributes", "checksums"},
     {"ngram"},
     {"store_columns"},
