@@ -199,6 +199,23 @@ class Columns:
             clamp_novelty=clamp_novelty,
         )
 
+    def gates_alone(self) -> Columns:
+        """The same without coverage and the columns that are no gate, which need not be multiplied."""
+        keep = np.flatnonzero(self.gate < np.inf)
+        if self.addend is not None or (self.coverage is None and len(keep) >= len(self.residual) + 1):
+            return self
+        pulls = keep[keep >= RESIDUAL]
+        at = np.concatenate([np.arange(RESIDUAL), pulls])
+        return Columns(
+            query=self.query,
+            coverage=None,
+            residual=self.residual[pulls - RESIDUAL],
+            scale=self.scale[at],
+            shift=self.shift[at],
+            weight=self.weight[at],
+            gate=self.gate[at],
+        )
+
     @property
     def gated_addend(self) -> bool:
         """Whether what is added for single rows decides who passes."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64
-from cdr_kernel.columns import QUERY, RESIDUAL, Columns
+from cdr_kernel.columns import QUERY, Columns
 from cdr_kernel.score import Factors, choose_impl
 from cdr_kernel.store import StoreView
 
@@ -36,7 +36,7 @@ class DeviceIndex:
     def candidates_each(self, columns: list[Columns], view: StoreView) -> list[Int64]:
         """For each of the columns the rows of the view, int64 ascending, that are alive and pass a gate; one pass over
         the rows for all of them."""
-        gates = [_gates_of(c) for c in columns]
+        gates = [c.gates_alone() for c in columns]
         found = self._search(gates, view, None, [Factors(None, None, None)] * len(gates), None)
         return [
             rows[_C.gate_rows(view.blocks, view.squared_norms, c.compiled, rows)]
@@ -70,21 +70,3 @@ class DeviceIndex:
         there = self.rows.at(view)
         source = (there if rows is None else there.narrow(rows)).source(False)
         return bounded_search(self._impl, view.blocks, view.squared_norms, columns, rows, factors, k, source)
-
-
-def _gates_of(columns: Columns) -> Columns:
-    """The same without the columns that are no gate, which need not be multiplied."""
-    keep = np.flatnonzero(columns.gate < np.inf)
-    if columns.addend is not None or (columns.coverage is None and len(keep) >= len(columns.residual) + 1):
-        return columns
-    pulls = keep[keep >= RESIDUAL]
-    at = np.concatenate([np.arange(RESIDUAL), pulls])
-    return Columns(
-        query=columns.query,
-        coverage=None,
-        residual=columns.residual[pulls - RESIDUAL],
-        scale=columns.scale[at],
-        shift=columns.shift[at],
-        weight=columns.weight[at],
-        gate=columns.gate[at],
-    )

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import cdr_kernel
@@ -18,7 +17,10 @@ VARIABLES = ("CDR_DATA_DIR", "CDR_KERNEL_DEBUG", "CDR_KERNEL_IMPL", "CDR_KERNEL_
 
 
 def diagnose() -> dict[str, Any]:
-    """Rows by name; a row that cannot be found out says why in its text. problems: what should be put right."""
+    """Rows by name; a row that cannot be found out says why in its text. problems: what should be put right.
+
+    Every package is imported: what is named here can be used, whether or not it is installed.
+    """
     problems: list[str] = []
 
     def attempt(name: str, find: Callable[[], Any]) -> Any:
@@ -34,7 +36,7 @@ def diagnose() -> dict[str, Any]:
         "numpy": attempt("numpy", lambda: _version("numpy")),
         "torch": attempt("torch", lambda: _version("torch")),
         "faiss": attempt("faiss", lambda: _version("faiss")),
-        "triton": _version("triton") if find_spec("triton") else None,
+        "triton": attempt("triton", lambda: _version("triton", optional=True)),
         "pyarrow": attempt("pyarrow", lambda: _version("pyarrow")),
     }
     environment = {n: v for n, v in sorted(os.environ.items()) if n in VARIABLES or n.startswith(PREFIX)}
@@ -43,6 +45,14 @@ def diagnose() -> dict[str, Any]:
     threads = os.environ.get("CDR_KERNEL_THREADS")
     if threads is not None and not (threads.isascii() and threads.isdecimal() and int(threads) > 0):
         problems.append(f"CDR_KERNEL_THREADS: expected an integer of at least 1, got {threads!r} (ignored)")
+    runs = {"cpp": True, "torch": bool(versions["torch"]), "triton": bool(versions["torch"] and versions["triton"])}
+
+    def choice(device: str) -> str:
+        impl = choose_impl(None, device)
+        if not runs[impl]:
+            raise ImportError(f"{impl} is chosen, and cannot be imported")
+        return impl
+
     return {
         "versions": versions,
         "platform": f"{platform.system()} {platform.machine()} ({platform.platform(terse=True)})",
@@ -50,9 +60,9 @@ def diagnose() -> dict[str, Any]:
         "simd_levels": attempt("simd_levels", _C.simd_levels),
         "threads": attempt("threads", _C.threads),
         "gpus": attempt("gpus", _gpus) if versions["torch"] else [],
-        "impls": list(dict.fromkeys([*available_impls("cpu"), *available_impls("cuda")])),
-        "impl_for_cpu": attempt("impl_for_cpu", lambda: choose_impl(None, "cpu")),
-        "impl_for_cuda": attempt("impl_for_cuda", lambda: choose_impl(None, "cuda")),
+        "impls": [i for i in dict.fromkeys([*available_impls("cpu"), *available_impls("cuda")]) if runs[i]],
+        "impl_for_cpu": attempt("impl_for_cpu", lambda: choice("cpu")),
+        "impl_for_cuda": attempt("impl_for_cuda", lambda: choice("cuda")) if versions["torch"] else None,
         "environment": environment,
         "problems": problems,
     }
@@ -69,12 +79,15 @@ def reason(on_cpu: bool) -> str:
     return "one fused kernel in the rows' own dtype, then the exact routine"
 
 
-def _version(module: str) -> str:
+def _version(module: str, *, optional: bool = False) -> str | None:
+    """The version of a package that can be imported; None for an optional one that is not installed."""
     try:
         return str(import_module(module).__version__)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
+        if optional:
+            return None
         raise ImportError(f"not installed: pip install {'faiss-cpu' if module == 'faiss' else module}") from None
 
 

@@ -20,7 +20,6 @@ import os
 import secrets
 import shutil
 import unicodedata
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +44,7 @@ from cdr_kernel.partition import (
 from cdr_kernel.record_rows import check_text, from_rows, to_rows
 from cdr_kernel.store import FactStore
 from cdr_kernel.store_folder import digest_of
+from cdr_kernel.warn import warn
 
 FORMAT = "cdr-lance-partition"
 FORMAT_VERSION = 1
@@ -235,7 +235,7 @@ def _cached(folder: Path, verify: bool, hasher: dict[str, Any]) -> FactStore | N
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warnings.warn(f"{error}; the shard is read from its dataset again", stacklevel=4)
+        warn(f"{error}; the shard is read from its dataset again")
         return None
 
 

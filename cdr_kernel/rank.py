@@ -16,7 +16,7 @@ from cdr_kernel.attributes import Where
 from cdr_kernel.checks import check_order, counted, few
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.evidence import Asked, ask, with_enough
+from cdr_kernel.evidence import Asked, ask, best_z, with_enough
 from cdr_kernel.forks import cached_property
 from cdr_kernel.kept import KeptRows, Shares
 from cdr_kernel.retrieve import Retriever
@@ -227,7 +227,8 @@ def cdr_rank(
     fact must have or several of which it must have one (``{"tenant": "x", "source": ["a", "b"]}``; None is no value),
     or a bool array [len(store)] in the order of ``store.ids``, such as ``store.view().where(...)`` gives. Equal scores
     come in the order of their sequence numbers (reading R26). The session is not changed. Approximate retrievers may
-    miss facts; the scores are exact all the same.
+    miss facts; the scores are exact all the same. Warns, once per session each, where no fact passes the gate (with the
+    best cosine that there is) and where fewer than k do.
 
     Raises EmbeddingModelMismatch where store and session name different models (§2.5), ValueError where the store and
     the session's guard have different tokenizers or hash keys, KeyError for an attribute that no fact has and for ids
@@ -340,9 +341,17 @@ class Question:
     def ranking(self, k: int | None, factors: Float64 | None) -> Ranking:
         """The k best (all for None)."""
         ranking, passed, _ = self.counted(k, factors)
-        if k is not None and passed < k:
-            self.session.warn_of_gate(passed, len(self.view), k)
+        if passed < (1 if k is None else k):
+            self.session.warn_of_gate(passed, len(self.view), k, self._best_of_the_gate)
         return ranking
+
+    def _best_of_the_gate(self) -> float:
+        """The largest value of any fact in a gated column, whatever the gate; there is at least one fact."""
+        gates, codes = self.asked.gates.gates_alone(), self.retriever.codes(self.view)
+        if codes is None or not gates.plain:
+            return float(best_z(gates, 0, self.view)[0])
+        rows = codes.top(gates, self.view, None, 1)  # all of them where no value is above zero
+        return float(_C.column_values(self.view.blocks, self.view.squared_norms, gates.compiled, rows).max())
 
     def counted(self, k: int | None, factors: Float64 | None) -> tuple[Ranking, int, int]:
         """The k best (all for None), how many facts passed the gate, and how many of them were never packed."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
@@ -25,6 +24,7 @@ from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard
 from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, devices_of
+from cdr_kernel.warn import warn
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -200,12 +200,11 @@ def _warn_of_waiting(started: Sequence[tuple[Any, dict[str, float]]], free: Mapp
         has, left = ray.cluster_resources(), ray.available_resources()
         of_cluster = ", ".join(f"{has.get(name, 0.0):g} {name} ({left.get(name, 0.0):g} free)" for name in wanted)
         lacking = ", ".join(f"{amount:g} {name}" for name, amount in _total(asked[ref] for ref in late).items())
-        warnings.warn(
+        warn(
             f"{len(late)} of {len(asked)} actors have not started after {most:g} s: they reserve {lacking}, the "
             f"cluster has {of_cluster}. Until they start, rankings are slow and may be incomplete: reserve less "
             "(num_cpus=, num_gpus=, options=), have fewer replicas, or add nodes",
             RuntimeWarning,
-            stacklevel=3,
         )
 
 

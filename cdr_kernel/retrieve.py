@@ -79,6 +79,8 @@ class Retriever:
                 approximate: facts may be missing (many, where many rows are alike), none is wrong;
         "ivf"   FAISS inverted lists (about sqrt(N) of them, `nprobe` visited): approximate in the same way.
 
+    Where a gate lies at or below the least cosine that these two find, they look at all rows, as a scan does.
+
     Added facts are seen by the next search, removed ones are masked. The FAISS kinds keep a float32 copy of the rows. A
     retriever keeps what it found for a session (held weakly, at most ``cache_bytes`` in all), so that later windows
     of the same query read only that. What the calibrated mode finds for a task is kept likewise, at most as many bytes
@@ -280,6 +282,8 @@ class Retriever:
             return None
         with self._lock:
             index = self._filled(view)
+            if not self.exact and any(threshold <= _least(index, vector) for vector, threshold in gates):
+                return None
             search = {"flat": _range_search, "hnsw": _hnsw_search, "ivf": _range_search}[self.kind]
             found = [search(index, vector, threshold) for vector, threshold in gates]
         rows = np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
@@ -373,8 +377,23 @@ def _cosine_gates(columns: Columns) -> list[tuple[npt.NDArray[np.float32], float
             continue
         threshold = (gate - shift - added) / scale
         slack = (columns.dim + 16) * _FLOAT32_EPS + 4 * _FLOAT64_EPS * (abs(gate) + abs(shift) + added) / scale
-        gates.append(((vectors[j] / np.linalg.norm(vectors[j])).astype(np.float32), threshold - slack))
+        if threshold - slack <= -1.0:  # every cosine is above it, and FAISS would only look at some lists
+            return None
+        if threshold - slack <= 1.0:
+            gates.append(((vectors[j] / np.linalg.norm(vectors[j])).astype(np.float32), threshold - slack))
     return gates
+
+
+def _least(index: Any, vector: npt.NDArray[np.float32]) -> float:
+    """About the least cosine of any row to this unit vector; infinity where there is no row.
+
+    A gate at or below it excludes next to nothing. Then the exact routine reads all rows: an approximate index would
+    leave out most of them, since it looks for near ones.
+    """
+    if index.ntotal == 0:
+        return np.inf
+    similarity, found = index.search(-vector[None], 1)
+    return -float(similarity[0, 0]) if found[0, 0] >= 0 else np.inf
 
 
 def _range_search(index: Any, vector: npt.NDArray[np.float32], threshold: float) -> Int64:

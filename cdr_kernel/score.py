@@ -87,7 +87,8 @@ def check_product(importance: Float64, multiplier: Float64) -> None:
 def available_impls(device: Any = "cpu") -> tuple[str, ...]:
     """The implementations that ``impl=`` takes here for data on this device, the default first."""
     default = _default(device)
-    return (default, *(i for i in IMPLS if i != default and (i != "triton" or not no_triton(device))))
+    missing = {"cpp": "", "torch": no_torch(), "triton": no_triton(device)}
+    return tuple(i for i in dict.fromkeys([default, *IMPLS]) if not missing[i])
 
 
 def choose_impl(impl: str | None, device: Any = "cpu") -> str:
@@ -95,12 +96,14 @@ def choose_impl(impl: str | None, device: Any = "cpu") -> str:
 
     device: a torch.device or its name. Without ``impl`` and CDR_KERNEL_IMPL, triton is taken for CUDA tensors where
     Triton is installed and the GPU is of compute capability 8.0 or later. Raises ValueError for an unknown name and
-    for triton on a device it does not run on, ImportError where it is asked for and not installed.
+    for triton on a device it does not run on, ImportError for what is asked for and not installed.
     """
     asked = os.environ.get("CDR_KERNEL_IMPL") or _default(device) if impl is None else impl
     where = "CDR_KERNEL_IMPL" if impl is None else "impl"
     if asked not in IMPLS:
         raise ValueError(f"{where}: expected one of {', '.join(IMPLS)}, got {asked!r}")
+    if asked != "cpp" and (reason := no_torch()):
+        raise ImportError(f"{where}: {reason}")
     if asked == "triton":
         if not triton_installed():
             raise ImportError(f"{where}: {no_triton(device)}")
@@ -122,8 +125,15 @@ def triton_installed() -> bool:
     return find_spec("triton") is not None
 
 
+def no_torch() -> str:
+    """Why torch cannot be used; empty where it is installed. It is not imported, to find out."""
+    return "" if find_spec("torch") else "torch is not installed: pip install torch"
+
+
 def no_triton(device: Any) -> str:
     """Why triton cannot be used for data on this device; empty where it can."""
+    if reason := no_torch():
+        return reason
     if not triton_installed():
         return 'triton is not installed: pip install ".[gpu]" in a checkout'
     kind = str(device).split(":")[0]

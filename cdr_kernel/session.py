@@ -14,8 +14,7 @@ import copy
 import hashlib
 import math
 import uuid
-import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
@@ -73,6 +72,7 @@ from cdr_kernel.task import (
     WindowReport,
     check_outputs,
 )
+from cdr_kernel.warn import warn
 
 MODES = ("spec", "calibrated")
 _DEFAULT_GATE = float(str(CDR_MIN_RELEVANCE))  # an object of its own, so that the same number given is told from it
@@ -220,6 +220,7 @@ class Session:
         self._lock = Lock()
         self._warned = False
         self._warned_of_gate = False
+        self._warned_of_none = False
         self._state = self._fresh_state(own, budget)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -836,25 +837,34 @@ class Session:
         mean = math.fsum(importance) / len(importance)
         if mean <= EXHAUSTION_RATIO + EXIT_SLACK:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"the facts of window 1 have a mean importance of {mean:.3g}: at or below {EXHAUSTION_RATIO} "
                 f"importance alone counts as {CKF_EXHAUSTED}. Scale importance to about 1, or use "
-                'exhaustion="novelty"',
-                stacklevel=3,
+                'exhaustion="novelty"'
             )
 
-    def warn_of_gate(self, passing: int, facts: int, k: int) -> None:
-        """A warning, once per session, when of so many facts fewer than k pass the gate. Silent when the store has
-        no more, and when none passes, which ends the loop and says so."""
-        if self._warned_of_gate or not 0 < passing < k <= facts:
-            return
-        self._warned_of_gate = True
-        gate = f"{self.min_relevance:g}" if self.calibrated is None else f"{self.calibrated.gate:g} deviations"
-        warnings.warn(
-            f"{passing} of {facts} facts reach the gate of {gate}, fewer than k = {k}. A gate measures the embedding "
-            "model as much as relevance: see gate_report() or `cdr gate`",
-            stacklevel=6,  # whoever called cdr_rank
-        )
+    def warn_of_gate(self, passing: int, facts: int, k: int | None, best: Callable[[], float] | None = None) -> None:
+        """A warning when of so many facts none passes the gate, and one when fewer than k do, each once per session.
+        Silent when the store has no more facts than pass, and when none is wanted.
+
+        k: None for all that pass. best: called for the largest value that the gate was compared with, when the warning
+        says it; without it nothing is said of a gate that no fact passes.
+        """
+        parts = self.calibrated
+        gate = self.min_relevance if parts is None else parts.gate
+        unit = "" if parts is None else " deviations"
+        advice = "A gate measures the embedding model as much as relevance: see gate_report() or `cdr gate`"
+        if passing == 0 and facts and k != 0 and best is not None and not self._warned_of_none:
+            largest = best()
+            self._warned_of_none = True
+            shown = f"{largest:.3f}" if round(largest, 3) != round(gate, 3) else repr(largest)
+            said = f"the best cosine is {shown}" if parts is None else f"the best fact has {shown}"
+            if largest >= gate:
+                advice = 'The index is approximate and missed it: use kind="scan", or a larger nprobe'
+            warn(f"0 of {facts} facts reach the gate of {gate:g}{unit}: {said}. {advice}")
+        elif k is not None and 0 < passing < k <= facts and not self._warned_of_gate:
+            self._warned_of_gate = True
+            warn(f"{passing} of {facts} facts reach the gate of {gate:g}{unit}, fewer than k = {k}. {advice}")
 
     def _check_descent(self, base: SessionState, branch: Session, state: SessionState, name: str) -> None:
         def key(entries: Iterable[CoverageEntry]) -> list[tuple[str, float, int]]:

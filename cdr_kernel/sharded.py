@@ -633,8 +633,8 @@ def _ranking(
 ) -> Ranking:
     passed = sum(answer.passed for answer in merge.answers)
     considered = sum(answer.asked for answer in merge.answers)
-    if k is not None and passed < k:
-        session.warn_of_gate(passed, considered, k)
+    if passed < (1 if k is None else k) and not (passed == 0 and window.missing):
+        session.warn_of_gate(passed, considered, k, lambda: _best_of_the_gate(window, what))
     arrays: dict[str, Any] = dict(merge.arrays)
     if not merge.answers:
         none = {name: np.zeros(0) for name in ARRAYS}
@@ -664,6 +664,13 @@ def _ranking(
         **arrays,
         **extra,
     )
+
+
+def _best_of_the_gate(window: _Window, what: Asked) -> float:
+    """The largest value of any fact in a gated column, of the shards that say it; nan where none does."""
+    fields = columns_fields(what.gates.gates_alone())
+    found = window.same("best_z", fields, 0, check=lambda z: bool(np.isfinite(z).all())).values()
+    return float(max((values[0] for values in found if len(values)), default=np.nan))
 
 
 def _valid(answers: list[Answer], k: int | None, digests: Sequence[str | None]) -> bool:

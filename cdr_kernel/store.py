@@ -33,6 +33,7 @@ from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_fo
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
 from cdr_kernel.token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
 from cdr_kernel.tokens import Tokenizer, tokenize
+from cdr_kernel.warn import warn
 
 __all__ = [
     "DTYPES",
@@ -758,10 +759,9 @@ class FactStore:
             _check_behind(files)
         if "record" in found.about and not snapshot:
             whose = folder.resolve().parent
-            warnings.warn(
+            warn(
                 f"{folder}: expected a store, found the snapshot of the durable store {whose} as it once was: open "
-                f"DurableStore.open({str(whose)!r}), or {whose} with `cdr`, to have what was changed since",
-                stacklevel=2,
+                f"DurableStore.open({str(whose)!r}), or {whose} with `cdr`, to have what was changed since"
             )
         return found
 

@@ -33,9 +33,12 @@ def score(
     """The exact score of every fact, -inf where it does not pass a gate: float64 [N] on the device of embeddings.
 
     embeddings: [N, D] float16, bfloat16, float32 or float64. vectors: [2 + R, D], query, coverage functional, residual;
-    scale, shift, weight, gate: [2 + R] (see ``Columns``). importance, multiplier: [N]; ngram_overlap: integers [N].
-    impl: as for ``cdr_score``, which this is.
+    scale, shift, weight, gate: [2 + R] float64 (see ``Columns``). importance, multiplier: [N]; ngram_overlap: integers
+    [N]. impl: as for ``cdr_score``, which this is.
+
+    Settings of another dtype are a TypeError: 0.55 as float32 is 0.550000011920929, another gate than `cdr_score`'s.
     """
+    _check_settings(scale, shift, weight, gate)
     host = [t.detach().cpu().double().numpy() for t in (vectors, scale, shift, weight, gate)]
     columns = Columns(
         query=host[0][QUERY],
@@ -56,7 +59,17 @@ def score(
 
 
 @score.register_fake
-def _(embeddings: torch.Tensor, *rest: object, **keywords: object) -> torch.Tensor:
+def _(
+    embeddings: torch.Tensor,
+    vectors: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    weight: torch.Tensor,
+    gate: torch.Tensor,
+    *rest: object,
+    **keywords: object,
+) -> torch.Tensor:
+    _check_settings(scale, shift, weight, gate)
     return embeddings.new_empty((embeddings.shape[0],), dtype=torch.float64)
 
 
@@ -133,6 +146,16 @@ def _(
 ) -> torch.Tensor:
     n = (rows if picked is None else picked).shape[0]
     return rows.new_empty((count, n), dtype=torch.float32)
+
+
+def _check_settings(scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> None:
+    """TypeError for settings that are not float64."""
+    for name, setting in (("scale", scale), ("shift", shift), ("weight", weight), ("gate", gate)):
+        if setting.dtype != torch.float64:
+            raise TypeError(
+                f"{name}: expected torch.float64, got {setting.dtype}, which rounds a setting such as 0.55 to another: "
+                "make it of float64 numbers, such as torch.tensor([0.55], dtype=torch.float64)"
+            )
 
 
 def _by_triton(device: torch.device) -> bool:

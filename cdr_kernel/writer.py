@@ -12,7 +12,6 @@ import signal
 import subprocess
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import IO, Any, TypeAlias
 
@@ -24,6 +23,7 @@ from cdr_kernel.pack import Envelope
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
 from cdr_kernel.task import WindowReport
+from cdr_kernel.warn import warn
 from cdr_kernel.window import WindowPrompt
 
 Embed: TypeAlias = Callable[[list[str]], Any]
@@ -206,10 +206,7 @@ class CommandWriter:
         if process.returncode != 0:
             _end(process)
         if not pipes.close():
-            warnings.warn(
-                f"{window} ended, but something it started still holds its output: what it had printed is taken",
-                stacklevel=2,
-            )
+            warn(f"{window} ended, but something it started still holds its output: what it had printed is taken")
         return bytes(pipes.output), process.returncode
 
     def _wait(self, process: subprocess.Popen[bytes], pipes: _Pipes, window: str) -> None:

@@ -255,3 +255,24 @@ def test_a_report_of_a_bench_has_its_numbers_and_escapes_its_names(tmp_path):
     for shown in ("1.250", "2.500", "5.000", "1234.500", "3.2500", "&lt;b&gt;", "&lt;/script&gt;"):
         assert shown in text
     assert "<b>" not in text.split("<main")[1]
+
+
+def test_benchmarks_of_unlike_sizes_show_facts_per_second(tmp_path):
+    (tmp_path / "test_tiny.py").write_text(
+        "import time\n"
+        "def test_many(benchmark, facts_per_second):\n"
+        "    facts_per_second(20_000)\n"
+        "    benchmark.pedantic(time.sleep, (0.02,), rounds=1)\n"
+        "def test_few(benchmark, facts_per_second):\n"
+        "    facts_per_second(20)\n"
+        "    benchmark.pedantic(time.sleep, (0.02,), rounds=1)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "bench.conftest", "-p", "no:xdist", "-o", "addopts=", "-q"]
+    done = subprocess.run(
+        [*command, "--rootdir", tmp_path, "--benchmark-json", tmp_path / "out.json", tmp_path],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, check=True,
+    )  # fmt: skip
+    found = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
+    for each, facts in zip(found, (20_000, 20), strict=True):
+        assert each["extra_info"]["facts_per_second"] == pytest.approx(facts / each["stats"]["mean"])
+    assert re.search(r"facts per second.*\ntest_many +[\d,]+ +1\.0 x\ntest_few +[\d,]+ +[\d,.]+ x\n", done.stdout)

@@ -191,9 +191,27 @@ def test_doctor_survives_what_is_missing(monkeypatch):
     result = invoke("doctor", "--json", env=wrong)
     found = json_of(result)
     assert (found["versions"]["torch"], found["versions"]["faiss"], found["gpus"]) == (None, None, [])
+    assert (found["impls"], found["impl_for_cuda"]) == (["cpp"], None)
     assert found["environment"].items() >= wrong.items()
     for name in ("torch", "faiss", "impl_for_cpu", "CDR_KERNEL_THREADS", "CDR_KERNEL_SPEED"):
         assert any(problem.startswith(f"{name}: ") for problem in found["problems"])
     shown = invoke("doctor", env=wrong)
     assert re.search(r"torch +missing", shown.stdout)
     assert "warning: faiss: not installed: pip install faiss-cpu" in shown.stderr
+    assert re.search(r"implementations +cpp\n", shown.stdout)
+    assert re.search(r"facts on a GPU +none\n", shown.stdout)
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_doctor_lists_nothing_that_is_installed_and_cannot_be_imported(package, monkeypatch, tmp_path):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise OSError('a library of it is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("cdr_kernel.score.triton_installed", lambda: True)
+    found = json_of(invoke("doctor", "--json", env={"CDR_KERNEL_IMPL": ""}))
+    assert found["versions"][package] is None
+    assert found["impls"] == {"torch": ["cpp"], "triton": ["cpp", "torch"]}[package]
+    assert found["impl_for_cuda"] is None
+    assert f"{package}: a library of it is missing" in found["problems"]

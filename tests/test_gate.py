@@ -8,7 +8,22 @@ import warnings
 import numpy as np
 import pytest
 
-from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, gate_report, suggest_min_relevance
+from cdr_kernel import (
+    FactStore,
+    Retriever,
+    Session,
+    SubQuery,
+    WindowReport,
+    cdr_rank,
+    gate_report,
+    pack_facts,
+    rank_many,
+    run_windows,
+    suggest_min_relevance,
+)
+from cdr_kernel.adapters.sessions import Sessions
+from cdr_kernel.retrieve import EXACT_KINDS
+from cdr_kernel.sharded import ShardedRetriever, ShardedStore
 
 
 def store_of(cosines):
@@ -107,3 +122,122 @@ def test_what_is_no_store_is_refused():
         for ask in (gate_report, suggest_min_relevance):
             with pytest.raises(TypeError, match=message):
                 ask(given, [[1.0, 0.0]])
+
+
+def near_and_far(seed=0, n=300, dim=8):
+    """Facts of which none is nearer to the query than 0.5, and the query."""
+    r = np.random.default_rng(seed)
+    query = np.eye(dim)[0]
+    rows = r.standard_normal((n, dim))
+    rows[:, 0] = 0.0
+    rows /= np.linalg.norm(rows, axis=1)[:, None]
+    cosines = np.linspace(-0.5, 0.5, n)
+    rows = rows * np.sqrt(1 - cosines**2)[:, None] + cosines[:, None] * query
+    store = FactStore(dim, embedding_model="toy", dtype="float64")
+    store.add([f"f{i}" for i in range(n)], [f"text {i}" for i in range(n)], rows, source=["a", "b", None] * (n // 3))
+    return store, query
+
+
+def session_of(query, **settings):
+    subs = [SubQuery("a", "A", "a", query), SubQuery("b", "B", "b", np.roll(query, 1))]
+    return Session(subs, embedding_model="toy", **settings)
+
+
+def ways_to(store):
+    prepared = Retriever(store)
+    prepared.prepare()
+    shards = ShardedRetriever(ShardedStore.split(store, shards=3))
+    return {kind: Retriever(store, kind) for kind in EXACT_KINDS} | {"codes": prepared, "shards": shards}
+
+
+@pytest.mark.parametrize("kind", [*EXACT_KINDS, "codes", "shards"])
+def test_a_gate_that_no_fact_passes_warns_once_with_the_best_cosine(kind):
+    store, query = near_and_far()
+    retriever, session = ways_to(store)[kind], session_of(query)
+    with pytest.warns(
+        UserWarning, match=r"^0 of 300 facts reach the gate of 0\.55: the best cosine is 0\.500\. A gate"
+    ):
+        assert cdr_rank(query, retriever, session).ids == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cdr_rank(query, retriever, session)
+        cdr_rank(query, retriever, session_of(query), k=0)  # nothing was wanted
+        cdr_rank(query, retriever, session_of(query), where={"source": "nobody"})  # there is no fact to pass
+        cdr_rank(query, retriever, session_of(query, min_relevance=0.5))  # one passes
+    session.update(WindowReport(0.1, ("a",)), "", embedding_model="toy")  # the sub-queries pull from now on
+    other = session_of(query, min_relevance=0.9)
+    other.update(WindowReport(0.1, ("a",)), "", embedding_model="toy")
+    with pytest.warns(UserWarning, match=r"0 of 200 facts reach the gate of 0\.9: the best cosine is 0\.497\."):
+        cdr_rank(query, retriever, other, k=3, where={"source": ["a", "b"]})
+    with pytest.warns(UserWarning, match=r"0 of 100 facts reach the gate of 0\.55: the best cosine is -0\.169\."):
+        cdr_rank(-query, retriever, session_of(query), where=np.arange(300) >= 200)
+
+
+def test_a_best_cosine_just_under_the_gate_is_told_from_it():
+    store, query = store_of([0.9, 0.5499999, 0.3]), [1.0, 0.0]
+    store.remove([store.ids[0]])
+    with pytest.warns(UserWarning, match=r"gate of 0\.55: the best cosine is 0\.54999"):
+        cdr_rank(query, Retriever(store), Session([SubQuery("a", "A", "a", query)], embedding_model="toy"))
+
+
+@pytest.mark.parametrize("kind", ["scan", "codes", "shards"])
+def test_a_calibrated_gate_that_no_fact_passes_warns_in_deviations(kind):
+    store, query = near_and_far()
+    with pytest.warns(UserWarning, match=r"0 of 300 facts reach the gate of 9 deviations: the best fact has [1-3]\."):
+        cdr_rank(query, ways_to(store)[kind], session_of(query, mode="calibrated", gate=9.0), k=3)
+
+
+def test_an_approximate_index_that_finds_none_says_so(monkeypatch):
+    store, query = near_and_far()
+    retriever = Retriever(store, "ivf")
+    monkeypatch.setattr(retriever, "_faiss_rows", lambda columns, view: np.zeros(0, np.int64))
+    with pytest.warns(UserWarning, match=r"best cosine is 0\.500\. The index is approximate and missed it"):
+        cdr_rank(query, retriever, session_of(query, min_relevance=0.3))
+
+
+def line_of(call):
+    """Calls it and returns the line of this file that the warning names."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    return caught[0].lineno
+
+
+@pytest.mark.parametrize("gate", [0.55, 0.498])  # none passes, fewer than k pass
+def test_a_warning_names_the_line_that_called_the_package(gate):
+    store, query = near_and_far()
+    elsewhere = ShardedRetriever(ShardedStore.split(store, shards=2))
+    here = Retriever(store)
+
+    def fresh():
+        return session_of(query, min_relevance=gate)
+
+    def windows(retriever):
+        return run_windows(lambda prompt: "x", query, retriever, fresh(), token_budget=99,
+                           assess=lambda text: WindowReport(1.0, ("a", "b")), k=3)  # fmt: skip
+
+    rows = store.view().embeddings
+    calls = [
+        lambda: cdr_rank(query, here, fresh(), k=3),
+        lambda: cdr_rank(query, elsewhere, fresh(), k=3),
+        lambda: rank_many([query], here, [fresh()], k=3),
+        lambda: rank_many([query], elsewhere, [fresh()], k=3),
+        lambda: next(windows(here)),
+        lambda: list(windows(elsewhere)),
+        lambda: Sessions(fresh()).rank(query, here, k=3),
+        lambda: Sessions(fresh()).rerank(query, store.ids, [""] * 300, rows, k=3),
+    ]
+    for call in calls:
+        assert line_of(call) == call.__code__.co_firstlineno
+
+
+def test_other_warnings_name_it_too():
+    store, query = near_and_far()
+    session = session_of(query, min_relevance=-1.0)
+    store.add(["light"], [""], query[None], importance=[0.1])
+    ranking = cdr_rank(query, Retriever(store), session, where=np.arange(301) == 300)
+    envelope = pack_facts(ranking, 10)
+    call = lambda: session.exit(envelope=envelope)  # noqa: E731  # its line is what counts
+    assert line_of(call) == call.__code__.co_firstlineno

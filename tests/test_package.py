@@ -67,7 +67,7 @@ EDGES = {
 }
 LADDER = [
     {"_C", "constants", "damage", "forks"},
-    {"arrays", "bit_codes", "checks", "folder", "mapped", "numbering", "reference", "steps", "tokens"},
+    {"arrays", "bit_codes", "checks", "folder", "mapped", "numbering", "reference", "steps", "tokens", "warn"},
     {"token_hashes", "attributes", "checksums"},
     {"constants", "_C", "damage"},
     {"reference", "arrays", "checks", "checksums", "tokens"},

@@ -90,6 +90,35 @@ def test_approximate_kinds_find_most_and_nothing_wrong(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gate", [-np.inf, -1e300, -5.0, -1.0, -0.9999999, -0.95])
+def test_a_gate_that_excludes_nothing_returns_every_fact(kind, gate):
+    store, query = clustered(4000)
+    store.remove(["f7", "f3999"])
+    rows = Retriever(store, kind).search(query, min_relevance=gate).rows
+    assert rows.tolist() == [i for i in range(3999) if i != 7]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_that_all_lie_near_the_query_are_all_found(kind):
+    """As the vectors of some embedding models do: their least cosine is far above the default gate."""
+    r = np.random.default_rng(1)
+    store = FactStore(16, embedding_model="m1")
+    store.add([f"f{i}" for i in range(4000)], [""] * 4000, np.ones(16) + 0.2 * r.standard_normal((4000, 16)))
+    retriever = Retriever(store, kind)
+    for gate in (0.0, 0.55):
+        assert len(retriever.search(np.ones(16), min_relevance=gate)) == 4000
+    two = Columns(np.ones(16), None, [np.eye(16)[0]], np.ones(3), np.zeros(3), np.ones(3), [0.55, np.inf, 0.9])
+    assert len(retriever.candidates(two, store.view())) == 4000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gate", [1.0000001, 1.5, 1e300, np.inf])
+def test_a_gate_that_nothing_can_reach_finds_nothing(kind, gate):
+    store, query = clustered(300)
+    assert len(Retriever(store, kind).search(query, min_relevance=gate)) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_store_and_one_fact(kind):
     store = FactStore(2, embedding_model="m1")
     retriever = Retriever(store, kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -446,6 +448,14 @@ class TestTheChoice:
         self.installed = False
         assert [choose_impl(None, d) for d in ("cpu", "cuda")] == ["cpp", "torch"]
         assert available_impls("cuda") == ("torch", "cpp")
+
+    def test_without_torch_only_the_cpu_is_left(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torch", None)
+        assert available_impls() == available_impls("cuda") == ("cpp",)
+        assert choose_impl(None, "cpu") == "cpp"
+        for impl in ("torch", "triton"):
+            with pytest.raises(ImportError, match="impl: torch is not installed: pip install torch"):
+                choose_impl(impl, "cpu")
 
     def test_an_old_gpu_takes_torch(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -8,7 +8,7 @@ import torch
 from test_bounds import some_columns
 
 import cdr_kernel.torch_ops  # noqa: F401  # registers the operators
-from cdr_kernel import cdr_score
+from cdr_kernel import Columns, cdr_score
 from cdr_kernel.bounds import Factors32, Rows, bounds_torch, pack
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -44,6 +44,33 @@ def arguments(dtype, n=60, dim=12, residual=3, mode="random"):
 def test_score_is_cdr_score(dtype, impl, mode):
     given, expected = arguments(dtype, mode=mode)
     assert torch.ops.cdr_kernel.score(*given, impl).numpy().tobytes() == expected.tobytes()
+
+
+def at_the_gate():
+    """A fact whose cosine to the query is the double 0.55 itself, and the op's arguments for it."""
+    settings = [torch.tensor(values, dtype=torch.float64) for values in ([1, 1], [0, 0], [1, 1], [0.55, np.inf])]
+    embeddings = torch.tensor([[11.0, 15.0, 7.0, 2.0, 1.0]])
+    return embeddings, torch.eye(5, dtype=torch.float64)[:2], settings
+
+
+def test_the_gate_is_the_one_of_cdr_score():
+    embeddings, vectors, settings = at_the_gate()
+    expected = cdr_score(embeddings, Columns.spec(vectors[0], min_relevance=0.55)).score.tolist()
+    assert expected == torch.ops.cdr_kernel.score(embeddings, vectors, *settings, False).tolist() == [0.55]
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_settings_that_are_not_float64_are_refused(place, dtype):
+    embeddings, vectors, settings = at_the_gate()
+    settings[place] = torch.ones(2).to(dtype)
+    name = ("scale", "shift", "weight", "gate")[place]
+    with pytest.raises(TypeError, match=rf"{name}: expected torch\.float64, got {dtype}"):
+        torch.ops.cdr_kernel.score(embeddings, vectors, *settings, False)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (embeddings, vectors, *settings)]
+        with pytest.raises(TypeError, match=rf"{name}: expected"):
+            torch.ops.cdr_kernel.score(*fakes, False)
 
 
 @pytest.mark.parametrize("impl", ["cpp", "torch"])
