@@ -77,7 +77,7 @@ class KeptWindow(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """About what it takes in memory."""
         names = sum(49 + len(id) for id in self.ids) + 130 * len(self.words or ())
-        return len(self.numbers) + len(self.overlap) + names + 400
+        return len(self.numbers) + len(self.overlap) + names + len(self.filter) + 400
 
     def envelope(self) -> Envelope:
         """The envelope again."""
