@@ -235,11 +235,16 @@ def where_text(where: Where | None) -> str:
     parts = []
     for name, wanted in islice(where.items(), _SHOWN):
         values = chosen(wanted)
-        shown = [repr(value)[:_SHOWN_CHARACTERS] for value in values[:_SHOWN]]
+        shown = [_short(repr(value)) for value in values[:_SHOWN]]
         shown += [f"{len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+        name = _short(name)
         parts.append(f"{name} = {shown[0]}" if len(values) == 1 else f"{name} in [{', '.join(shown)}]")
     parts += [f"{len(where) - _SHOWN} more"] if len(where) > _SHOWN else []
     return f"({' and '.join(parts)})"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def check_mask(mask: Any, n: int) -> npt.NDArray[np.bool_]:

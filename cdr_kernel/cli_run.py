@@ -24,19 +24,34 @@ from cdr_kernel.cli_inputs import (
 )
 from cdr_kernel.cli_options import (
     AsJson,
+    ClampNoveltyOption,
+    CompletionThresholdOption,
     EmbedOption,
+    ExcludePackedOption,
+    ExhaustionOption,
+    FirstWindowPullOption,
+    GateOnOption,
+    GateOption,
+    GuardOption,
     Kind,
     KindOption,
+    MinRelevanceOption,
+    Mode,
+    ModeOption,
     PerEnvelope,
     ReportOption,
+    ResidualDepthOption,
+    SafetyBudgetOption,
+    SourceOption,
     StoreArgument,
     WhereMissingOption,
     WhereOption,
     Windows,
     no_nan,
+    session_settings,
 )
 from cdr_kernel.cli_rank import asked_facts, largest_cosine, say_largest_cosine
-from cdr_kernel.constants import CALIBRATED_GATE, CDR_MIN_RELEVANCE
+from cdr_kernel.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
 from cdr_kernel.record import RunRecord, summary
 from cdr_kernel.storemap import StoreMap
@@ -54,20 +69,6 @@ LEGEND = (
     "sub-topics reached so far, words, words of fresh facts, how much of the task is done."
 )
 NO_BUDGET = 2**31 - 1  # tokens; no number of facts comes near
-
-
-class Mode(StrEnum):
-    """What a session ranks by."""
-
-    spec = "spec"
-    calibrated = "calibrated"
-
-
-class GateOn(StrEnum):
-    """Which z-score the gate of mode calibrated is on."""
-
-    best = "best"
-    query = "query"
 
 
 class Pack(StrEnum):
@@ -158,35 +159,11 @@ def run(
             "--output", "-o", metavar="RUN.json", help="Write the whole run here (to /dev/stdout: not the table)."
         ),
     ] = None,
-    mode: Annotated[Mode, typer.Option(help="The specification's formula, or the calibrated mode.")] = Mode.spec,
-    min_relevance: Annotated[
-        float | None,
-        typer.Option(
-            min=-1.0,
-            max=1.0,
-            callback=no_nan,
-            help=f"Cosine to the query that a fact must reach (§2.6; {CDR_MIN_RELEVANCE}). Of mode spec.",
-        ),
-    ] = None,
-    gate_at: Annotated[
-        float | None,
-        typer.Option(
-            "--gate",
-            callback=no_nan,
-            help=f"Deviations above the store's mean that a fact must reach ({CALIBRATED_GATE:g}). Of mode calibrated.",
-        ),
-    ] = None,
-    gate_on: Annotated[
-        GateOn | None, typer.Option(help="--gate is on the best of query and sub-queries (best), or on the query.")
-    ] = None,
-    source: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            callback=no_nan,
-            help="Weight of a fact's document, in place of feedback (0, which is off).",
-        ),
-    ] = None,
+    mode: ModeOption = Mode.spec,
+    min_relevance: MinRelevanceOption = None,
+    gate_at: GateOption = None,
+    gate_on: GateOnOption = None,
+    source: SourceOption = None,
     pack: Annotated[
         Pack | None, typer.Option(help="Best facts first, or sub-queries in turn (spec: greedy; calibrated: need).")
     ] = None,
@@ -194,12 +171,14 @@ def run(
     k: PerEnvelope = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Tokens per envelope (no limit).")] = None,
     kind: KindOption = Kind.scan,
-    guard: Annotated[
-        bool | None, typer.Option("--guard/--no-guard", help="The n-gram guard (§5; mode spec: on, else off).")
-    ] = None,
-    exclude_packed: Annotated[
-        bool, typer.Option("--exclude-packed", help="Never pack a fact twice, as mode calibrated never does.")
-    ] = False,
+    guard: GuardOption = None,
+    exclude_packed: ExcludePackedOption = False,
+    completion_threshold: CompletionThresholdOption = None,
+    safety_budget: SafetyBudgetOption = None,
+    exhaustion: ExhaustionOption = None,
+    first_window_pull: FirstWindowPullOption = False,
+    clamp_novelty: ClampNoveltyOption = False,
+    residual_depth: ResidualDepthOption = None,
     where: WhereOption = None,
     where_missing: WhereMissingOption = None,
     backward_summary: Annotated[
@@ -215,13 +194,22 @@ def run(
     if backward_summary and writer == "extract":
         raise typer.BadParameter("--backward-summary is for a command, not for extract")
     calibrated = mode is Mode.calibrated
-    foreign = {"--min-relevance": min_relevance is not None, "--exclude-packed": exclude_packed}
-    if not calibrated:
-        given = {"--gate": gate_at, "--gate-on": gate_on, "--source": source}
-        foreign = {name: value is not None for name, value in given.items()} | {"--pack need": pack is Pack.need}
-    for name, used in foreign.items():
-        if used:
-            raise typer.BadParameter(f"{name} is of mode {'spec' if calibrated else 'calibrated'}, not of {mode.value}")
+    if pack is Pack.need and not calibrated:
+        raise typer.BadParameter('"need" belongs to mode "calibrated", the mode is "spec"', param_hint="--pack")
+    chosen_settings = session_settings(
+        mode,
+        min_relevance=min_relevance,
+        gate=gate_at,
+        gate_on=gate_on,
+        source_weight=source,
+        exclude_packed=exclude_packed,
+        completion_threshold=completion_threshold,
+        safety_budget=safety_budget,
+        exhaustion=exhaustion,
+        first_window_pull=first_window_pull,
+        clamp_novelty=clamp_novelty,
+        residual_depth=residual_depth,
+    )
     if output is not None:
         check_output(output, task, store, *([] if vectors is None else [vectors]))
     if report is not None:
@@ -235,15 +223,12 @@ def run(
     query, subs = task_vectors(vectors, chosen, opened, encode)
     check_one_save(opened, task, *([] if vectors is None else [vectors]))
     guarded = not calibrated if guard is None else guard
-    cosine = CDR_MIN_RELEVANCE if min_relevance is None else min_relevance
-    parts = {"gate": gate_at, "gate_on": gate_on and gate_on.value, "source_weight": source}
     session = cdr_kernel.Session(
         chosen.sub_queries(subs),
         embedding_model=opened.embedding_model,
-        mode=mode.value,
         max_windows=windows or chosen.windows,
         guard=cdr_kernel.NGramGuard() if guarded else False,
-        **(parts if calibrated else {"min_relevance": cosine, "exclude_packed": exclude_packed}),
+        **chosen_settings,
     )
     write = _writer(writer, opened, session, chosen, token_budget, writer_timeout, encode)
     retriever = cdr_kernel.Retriever(opened, kind.value)
@@ -251,16 +236,14 @@ def run(
     packing = (pack or (Pack.need if calibrated else Pack.greedy)).value
     wanted = where_filter(where, where_missing, opened.view())
     settings = {
-        "mode": mode.value,
-        "min_relevance": None if calibrated else cosine,
-        "calibrated": None if session.calibrated is None else asdict(session.calibrated),
+        **_settings_of(session),
         "pack": packing,
         "windows": session.max_windows,
         "k": per_envelope,
         "token_budget": token_budget,
         "kind": kind.value,
         "guard": guarded,
-        "exclude_packed": exclude_packed,
+        "residual_depth": residual_depth,
         "where": wanted,
         "backward_summary": backward_summary,
         "writer": writer,
@@ -308,7 +291,7 @@ def run(
     last = record.windows[-1]
     if not last["envelope"]["qualified"]:
         if session.calibrated is None:
-            say_largest_cosine(retriever, query, cosine, wanted)
+            say_largest_cosine(retriever, query, session.min_relevance, wanted)
         elif not last["envelope"]["new_share"]:
             _say_largest_deviations(retriever, np.vstack([query, *subs]), session.calibrated, wanted)
     if as_json:
@@ -331,6 +314,19 @@ def run(
     show(f"{chosen.query}: {sizes}, {opened.embedding_model}")
     show(_window_table(record.windows))
     show(_ending(record.windows))
+
+
+def _settings_of(session: cdr_kernel.Session) -> dict[str, Any]:
+    """The settings of a session for a RUN.json; null for those of the other mode."""
+    names = ("min_relevance", "exclude_packed", "exhaustion", "first_window_pull", "clamp_novelty")
+    spec = session.calibrated is None
+    return {
+        "mode": session.mode,
+        "calibrated": None if session.calibrated is None else asdict(session.calibrated),
+        **{name: getattr(session, name) if spec else None for name in names},
+        "completion_threshold": session.completion_threshold,
+        "safety_budget": session.safety_budget,
+    }
 
 
 def report(

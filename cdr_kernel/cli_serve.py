@@ -9,7 +9,25 @@ from typing import Annotated
 
 import typer
 
-from cdr_kernel.cli_options import EmbedOption
+from cdr_kernel.cli_options import (
+    ClampNoveltyOption,
+    CompletionThresholdOption,
+    EmbedOption,
+    ExcludePackedOption,
+    ExhaustionOption,
+    FirstWindowPullOption,
+    GateOnOption,
+    GateOption,
+    GuardOption,
+    MinRelevanceOption,
+    Mode,
+    ModeOption,
+    ResidualDepthOption,
+    SafetyBudgetOption,
+    SourceOption,
+    session_settings,
+)
+from cdr_kernel.constants import MAX_WINDOWS, MAX_WINDOWS_LIMIT
 
 
 def serve(
@@ -72,10 +90,29 @@ def serve(
     refresh: Annotated[float, typer.Option(min=0.01, help="Seconds between looks at a durable store.")] = 1.0,
     drain: Annotated[float, typer.Option(min=0.0, help="Seconds from SIGTERM to closing the port.")] = 1.0,
     stop: Annotated[float, typer.Option(min=0.0, help="Seconds that accepted requests then have.")] = 30.0,
+    mode: ModeOption = Mode.spec,
+    min_relevance: MinRelevanceOption = None,
+    gate_at: GateOption = None,
+    gate_on: GateOnOption = None,
+    source: SourceOption = None,
+    windows: Annotated[
+        int | None, typer.Option(min=1, max=MAX_WINDOWS_LIMIT, help=f"Windows of a session at most ({MAX_WINDOWS}).")
+    ] = None,
+    guard: GuardOption = None,
+    exclude_packed: ExcludePackedOption = False,
+    completion_threshold: CompletionThresholdOption = None,
+    safety_budget: SafetyBudgetOption = None,
+    exhaustion: ExhaustionOption = None,
+    first_window_pull: FirstWindowPullOption = False,
+    clamp_novelty: ClampNoveltyOption = False,
+    residual_depth: ResidualDepthOption = None,
     otel: Annotated[bool, typer.Option("--otel", help="Trace with OpenTelemetry (extra otel).")] = False,
     no_access_log: Annotated[bool, typer.Option("--no-access-log", help="Log no line per request.")] = False,
 ) -> None:
-    """Serve a store over HTTP: facts, sessions, ranking, reranking. See docs/serving.md."""
+    """Serve a store over HTTP: facts, sessions, ranking, reranking. See docs/serving.md.
+
+    The options from --mode to --residual-depth are the defaults of new sessions; a request for one may say otherwise.
+    """
     from cdr_kernel.serve import Settings
     from cdr_kernel.serve import serve as run_server
 
@@ -88,6 +125,23 @@ def serve(
     for option, size in sizes.items():
         if not size * 2**20 < float("inf"):  # infinite, or no number
             raise typer.BadParameter(f"expected a finite number, got {size}", param_hint=option)
+    new_sessions = session_settings(
+        mode,
+        min_relevance=min_relevance,
+        gate=gate_at,
+        gate_on=gate_on,
+        source_weight=source,
+        max_windows=windows,
+        exclude_packed=exclude_packed,
+        completion_threshold=completion_threshold,
+        safety_budget=safety_budget,
+        exhaustion=exhaustion,
+        first_window_pull=first_window_pull,
+        clamp_novelty=clamp_novelty,
+        residual_depth=residual_depth,
+    )
+    if guard is not None:
+        new_sessions["guard"] = guard
     if device is not None:
         from cdr_kernel.device import check_dtype, torch_device
 
@@ -132,6 +186,7 @@ def serve(
         stop_s=stop,
         otel=otel,
         access_log=not no_access_log,
+        new_sessions=new_sessions,
     )
     warnings.simplefilter("ignore", UserWarning)  # of single sessions: their numbers are in every answer
     status = run_server(settings)

@@ -19,7 +19,7 @@ from cdr_kernel import (
     pack_facts,
     rank_many,
 )
-from cdr_kernel.attributes import Attribute, checked_attributes
+from cdr_kernel.attributes import Attribute, checked_attributes, where_text
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
 
 MODEL, DIM, N = "toy", 16, 400
@@ -116,6 +116,16 @@ def test_a_ranking_is_that_of_a_store_with_only_those_facts(name, kind, mode):
         part.add(**only(more, kept))
         for store in (whole, part):
             store.remove([i for i in a.ids[:2] if i in store])
+
+
+def test_a_filter_in_words_is_short():
+    assert where_text(None) == ""
+    assert where_text(np.ones(3, bool)) == "(a mask)"
+    assert where_text({"lang": "de", "year": [2020, None]}) == "(lang = 'de' and year in [2020, None])"
+    many = where_text({f"n{i}" * 100: [str(j) * 1000 for j in range(50)] for i in range(10)})
+    assert many.endswith(", 45 more] and 5 more)")
+    assert len(many) < 3000
+    assert where_text({"lang": []}) == "(lang in [])"
 
 
 @pytest.mark.parametrize("mode", ["spec", "calibrated"])

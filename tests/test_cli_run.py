@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from commands import GATE, QUERIES, TASK, fails, index_demo, invoke, json_of, start, writer
 
-from cdr_kernel import demo
+from cdr_kernel import Session, demo
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,9 @@ def test_run_in_the_calibrated_mode(store, tmp_path):
     [
         ("calibrated", ["--min-relevance", "0.3"]),
         ("calibrated", ["--exclude-packed"]),
+        ("calibrated", ["--first-window-pull"]),
+        ("calibrated", ["--clamp-novelty"]),
+        ("calibrated", ["--exhaustion", "novelty"]),
         ("spec", ["--gate", "2"]),
         ("spec", ["--gate-on", "query"]),
         ("spec", ["--source", "0.4"]),
@@ -177,10 +181,61 @@ def test_run_in_the_calibrated_mode(store, tmp_path):
     ],
 )
 def test_run_refuses_parts_of_the_other_mode(store, mode, options):
+    """In the library's words, before anything is read."""
     other = "spec" if mode == "calibrated" else "calibrated"
     said = fails("run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "--mode", mode, *options, code=2)
-    assert f"{options[0]}" in said
-    assert f"is of mode {other}, not of {mode}" in said
+    assert f"for {options[0]}: " in said
+    assert f'belongs to mode "{other}", the mode is "{mode}"' in said
+
+
+def test_run_takes_the_settings_of_a_session(store, tmp_path):
+    path = tmp_path / "run.json"
+    arguments = ["run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "-o", path, *GATE]
+
+    def run_with(*options):
+        invoke(*arguments, *options)
+        return json.loads(path.read_text())
+
+    plain = run_with()
+    names = ("completion_threshold", "safety_budget", "exhaustion", "first_window_pull", "clamp_novelty")
+    assert [plain["settings"][name] for name in names] == [0.92, 1.0, "score", False, False]
+    assert {fact["residual_pull"] for fact in plain["windows"][0]["facts"]} == {0.0}
+    pulled = run_with("--first-window-pull", "--clamp-novelty", "--exhaustion", "novelty")
+    assert [pulled["settings"][name] for name in names] == [0.92, 1.0, "novelty", True, True]
+    assert min(fact["residual_pull"] for fact in pulled["windows"][0]["facts"]) > 0.0
+    assert max(fact["novelty"] for window in pulled["windows"] for fact in window["facts"]) == 1.0
+    spent = run_with("--safety-budget", "0.05")
+    assert [window["written"] for window in spent["windows"]] == [False]
+    assert (spent["windows"][0]["exit"]["reason"], spent["settings"]["safety_budget"]) == (
+        "safety-budget-depleted",
+        0.05,
+    )
+    document = json.loads(Path(TASK).read_text())
+    for item in document["tasks"][0]["sub_queries"]:
+        item["marginal"] = True
+    task = tmp_path / "marginal.json"
+    task.write_text(json.dumps(document))
+    arguments[2] = task
+    early = run_with("--completion-threshold", "0.05")
+    assert (len(early["windows"]), early["windows"][-1]["exit"]["reason"]) == (1, "task-complete")
+    for option in ("--completion-threshold", "--safety-budget"):
+        assert option in fails(*arguments, option, "1.5", code=2)
+        assert option in fails(*arguments, option, "nan", code=2)
+
+
+@pytest.mark.skipif(
+    "residual_depth" not in inspect.signature(Session.__init__).parameters, reason="Session has no residual_depth yet"
+)
+def test_run_takes_a_residual_depth(store, tmp_path):
+    """R36: what is addressed less deeply than this still remains."""
+    path = tmp_path / "run.json"
+    arguments = ["run", store, TASK, "--vectors", QUERIES, "--writer", "extract", "-o", path, *GATE]
+    invoke(*arguments)
+    plain = json.loads(path.read_text())
+    invoke(*arguments, "--residual-depth", "0.9")
+    deep = json.loads(path.read_text())
+    assert (plain["settings"]["residual_depth"], deep["settings"]["residual_depth"]) == (None, 0.9)
+    assert len(deep["windows"][1]["anchor"]) > len(plain["windows"][1]["anchor"])
 
 
 def test_run_picks_its_task(store, tmp_path):

@@ -157,7 +157,7 @@ def check_numbers(text, runs):
         same(heat[-1], [w["report"]["completeness_score"] for w in document["windows"] if w["report"]], 2)
         for window in document["windows"]:
             for place, fact in enumerate(window["facts"]):
-                names = ["score", "relevance", "residual_pull", "novelty"]
+                names = ["score", "relevance", "residual_pull", "spec_novelty"]
                 pairs = page.facts[f"r{i}w{window['number']}f{place + 1}"]
                 same(pairs[:4], [fact[name] for name in names], 3)
                 more = [(fact["ngram_overlap"], 0)] if fact["ngram_overlap"] else []

@@ -27,7 +27,7 @@ from serving import (
 )
 from starlette.testclient import TestClient
 
-from cdr_kernel import Retriever, WindowReport, cdr_rank, cdr_score, crp_headers, pack_facts
+from cdr_kernel import Retriever, Session, WindowReport, cdr_rank, cdr_score, crp_headers, pack_facts
 from cdr_kernel.columns import Columns
 from cdr_kernel.serve import Settings, create_app
 
@@ -449,6 +449,50 @@ def test_snapshot_merge_and_reset(client):
     assert stale.status_code == 422
     reset = client.post(f"/v1/sessions/{sid}/reset").json()
     assert (reset["window_count"], reset["coverage"], reset["ngrams"]) == (0, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "told"),
+    [
+        ({"min_relevance": 0.9, "max_windows": 7, "guard": False}, {"mode": "spec", "min_relevance": 0.9}),
+        ({"mode": "calibrated", "gate": 1.0, "max_windows": 7, "guard": True}, {"mode": "calibrated", "gate": 1.0}),
+    ],
+)
+def test_a_server_has_defaults_for_new_sessions(tmp_path, defaults, told):
+    """§2.6: the gate is configurable per deployment; each session may say otherwise."""
+    make_store().save(tmp_path / "s")
+    mode, other = told["mode"], {"spec": "calibrated", "calibrated": "spec"}[told["mode"]]
+    with serving(tmp_path / "s", new_sessions=defaults) as client:
+        shown = client.get("/v1/stats").json()["new_sessions"]
+        assert shown["guard"] is defaults["guard"]
+        named = {name: value for name, value in shown["settings"].items() if value is not None}
+        assert named == {name: value for name, value in defaults.items() if name != "guard"}
+        body = new_session(min_relevance=None)
+
+        def made(**settings):
+            answer = client.post("/v1/sessions", json={**body, "settings": settings})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        plain = made()
+        assert {name: plain["settings"][name] for name in told} == told
+        assert (plain["mode"], plain["max_windows"]) == (mode, 7)
+        assert (plain["ngrams"] is None) is not defaults["guard"]
+        ranked = client.post(f"/v1/sessions/{plain['id']}/rank", json=rank()).json()
+        settings = {name: value for name, value in defaults.items() if name != "guard"}
+        own = Session(same_session().sub_queries, embedding_model=MODEL, **settings)
+        assert 0 < ranked["qualified"] == cdr_rank(query(), Retriever(make_store()), own).qualified < 60
+        value = {"min_relevance": 0.1} if mode == "spec" else {"gate": 0.1}
+        changed = made(**value, max_windows=3)
+        (name,) = value
+        assert (changed["settings"][name], changed["max_windows"], changed["mode"]) == (value[name], 3, mode)
+        others = made(mode=other)  # takes what both modes have
+        assert (others["mode"], others["max_windows"], others["settings"][name]) == (other, 7, None)
+        guarded = client.post("/v1/sessions", json={**body, "settings": {}, "guard": not defaults["guard"]}).json()
+        assert (guarded["ngrams"] is None) is defaults["guard"]
+        foreign = {"gate": 1.0} if mode == "spec" else {"min_relevance": 0.1}
+        refused = client.post("/v1/sessions", json={**body, "settings": foreign})
+        assert (refused.status_code, "belongs to mode" in error_of(refused)["message"]) == (422, True)
 
 
 def test_packed_facts_may_be_named(client):

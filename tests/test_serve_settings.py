@@ -9,7 +9,7 @@ import pytest
 from commands import invoke
 
 from cdr_kernel.serve import Settings
-from cdr_kernel.serve.settings import is_loopback
+from cdr_kernel.serve.settings import OF_MODE, check_session_settings, for_new_session, is_loopback
 
 pytest.importorskip("msgspec")
 
@@ -70,6 +70,84 @@ def test_a_body_without_bounds_is_wrong_usage(given, tmp_path):
 def test_a_device_that_is_not_there_is_wrong_usage_before_anything_listens(given, told, tmp_path, monkeypatch):
     monkeypatch.setattr("cdr_kernel.serve.serve", lambda settings: pytest.fail("it listens"))
     assert told in " ".join(invoke("serve", tmp_path, *given, code=2).output.replace("│", "").split())
+
+
+def captured(monkeypatch, *options):
+    """The settings that `cdr serve STORE` with these options serves."""
+    made = []
+    monkeypatch.setattr("cdr_kernel.serve.serve", lambda settings: made.append(settings) or 0)
+    invoke("serve", "STORE", *options)
+    return made[0]
+
+
+def test_the_command_line_sets_the_defaults_of_new_sessions(monkeypatch):
+    assert captured(monkeypatch).new_sessions == {"mode": "spec"}
+    spec = ["--min-relevance", "0.3", "--windows", "9", "--completion-threshold", "0.8", "--safety-budget", "0.5"]
+    spec += ["--exhaustion", "novelty", "--exclude-packed", "--first-window-pull", "--clamp-novelty", "--no-guard"]
+    assert captured(monkeypatch, *spec).new_sessions == {
+        "mode": "spec",
+        "min_relevance": 0.3,
+        "max_windows": 9,
+        "completion_threshold": 0.8,
+        "safety_budget": 0.5,
+        "exhaustion": "novelty",
+        "exclude_packed": True,
+        "first_window_pull": True,
+        "clamp_novelty": True,
+        "guard": False,
+    }
+    calibrated = ["--mode", "calibrated", "--gate", "1.5", "--gate-on", "query", "--source", "0.4", "--guard"]
+    assert captured(monkeypatch, *calibrated).new_sessions == {
+        "mode": "calibrated",
+        "gate": 1.5,
+        "gate_on": "query",
+        "source_weight": 0.4,
+        "guard": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--gate", "2"), 'for --gate: gate belongs to mode "calibrated", the mode is "spec"'),
+        (
+            ("--mode", "calibrated", "--min-relevance", "0.3"),
+            'for --min-relevance: min_relevance belongs to mode "spec", the mode is "calibrated": use gate',
+        ),
+        (("--mode", "calibrated", "--gate", "inf"), "for --gate: gate must be a finite number, got inf"),
+    ],
+)
+def test_a_default_of_the_other_mode_is_wrong_usage_before_anything_listens(options, told, monkeypatch):
+    monkeypatch.setattr("cdr_kernel.serve.serve", lambda settings: pytest.fail("it listens"))
+    assert told in " ".join(invoke("serve", "STORE", *options, code=2).output.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ({"gate": 2.0}, "gate belongs to mode"),
+        ({"min_relevance": 3.0}, r"min_relevance must be in \[-1, 1\]"),
+        ({"min_relevanc": 0.3}, "new_sessions: expected settings of Session, got 'min_relevanc'"),
+        ({"embedding_model": "m"}, "new_sessions: expected settings of Session, got 'embedding_model'"),
+        ({"guard": 1}, "guard must be True or False"),
+    ],
+)
+def test_defaults_of_sessions_are_checked(defaults, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        Settings(store="s", new_sessions=defaults)
+
+
+def test_each_setting_of_one_mode_is_refused_in_the_other():
+    """So that a session of another mode than the defaults' takes none that it would refuse."""
+    values = {"exhaustion": "novelty", "gate_on": "query", "min_relevance": 0.3, "min_qualified": 3, "gate": 1.0}
+    flags = {"first_window_pull", "clamp_novelty", "exclude_packed", "centred_coverage"}
+    for mode, other in (("spec", "calibrated"), ("calibrated", "spec")):
+        for name in OF_MODE[mode]:
+            value = True if name in flags else values.get(name, 0.5)
+            assert name not in for_new_session({"mode": mode, name: value}, {"mode": other})
+            with pytest.raises(ValueError, match=f"{name} belongs to mode"):
+                check_session_settings({"mode": other, name: value})
+            check_session_settings({"mode": mode, name: value})
 
 
 def test_a_time_without_end_is_told_as_one():

@@ -135,7 +135,10 @@ class Sessions:
         """What the session was given since its last update; None for nothing."""
         with self._lock:
             ranking = self._rankings.get(self.get(session_id))
-        return None if ranking is None else _envelope(ranking)
+        if ranking is None:
+            return None
+        tokens = sum(count_tokens_default(fact.text) for fact in ranking.facts)
+        return Envelope(ranking, tokens=tokens, token_budget=tokens, skipped=0)
 
     def exit(self, session_id: str | None = None) -> Exit:
         """Whether to stop before the next output is written: all four exits (readings R32 and R37).
@@ -165,16 +168,10 @@ class Sessions:
         return session.exit(report, envelope)
 
     def _remember(self, session: Session, ranking: Ranking) -> Ranking:
-        _envelope(ranking).check_fits()
+        Envelope(ranking, tokens=0, token_budget=0, skipped=0).check_fits()
         with self._lock:
             self._rankings[session] = ranking
         return ranking
-
-
-def _envelope(ranking: Ranking) -> Envelope:
-    """The whole ranking as the envelope of a window."""
-    tokens = sum(count_tokens_default(fact.text) for fact in ranking.facts)
-    return Envelope(ranking, tokens=tokens, token_budget=tokens, skipped=0)
 
 
 def breakdown(ranking: Ranking, place: int) -> dict[str, float]:

@@ -383,8 +383,9 @@ def _fact(run: Run, index: int, window: Window, place: int, top: float) -> str:
         f'<i class="covered" style="width:{_percent(covered, top)}"></i>'
         f'<i class="repeated" style="width:{_percent(unguarded - score, top)}"></i>{tick}</div>'
     )
-    named = [("score", "score"), ("relevance", "relevance"), ("pull", "residual_pull"), ("novelty", "novelty")]
-    numbers = [f"<span>{name} {number(fact[key], 3)}</span>" for name, key in named]
+    named = [("score", "score"), ("relevance", "relevance"), ("pull", "residual_pull")]
+    values = {name: fact[key] for name, key in named} | {"novelty": fact.get("spec_novelty", fact["novelty"])}
+    numbers = [f"<span>{name} {number(value, 3)}</span>" for name, value in values.items()]
     if fact.get("ngram_overlap"):
         numbers.append(f"<span>6-grams {number(fact['ngram_overlap'], 0)}</span>")
     if fact.get("importance", 1.0) != 1.0:

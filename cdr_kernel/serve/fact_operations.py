@@ -115,6 +115,8 @@ async def delete_fact(call: Call) -> Answer:
 async def stats(call: Call) -> Answer:
     """The tenant's store and sessions in this process."""
     tenant, store = call.tenant, call.tenant.facts.facts
+    defaults = dict(call.service.settings.new_sessions)
+    guard = defaults.pop("guard", None)
     return Answer(
         schema.Stats(
             facts=len(store),
@@ -128,6 +130,7 @@ async def stats(call: Call) -> Answer:
             sessions=len(tenant.local),
             session_bytes=tenant.local.nbytes,
             row_cache_bytes=tenant.retriever.cache.nbytes,
+            new_sessions=schema.SessionDefaults(schema.SessionSettings(**defaults), guard),
         )
     )
 

@@ -79,7 +79,9 @@ class KeptWindow(msgspec.Struct, frozen=True):
         """About what it takes in memory."""
         names = sum(8 + getsizeof(id) for id in (*self.ids, *(self.feedback_ids or ())))
         words = sum(90 + getsizeof(word) for word, _ in self.words or ())
-        return len(self.numbers) + len(self.overlap) + len(self.direction or b"") + names + words + 400
+        return (
+            len(self.numbers) + len(self.overlap) + len(self.direction or b"") + len(self.filter) + names + words + 400
+        )
 
     def envelope(self) -> Envelope:
         """The envelope again."""

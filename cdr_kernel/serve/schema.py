@@ -119,8 +119,16 @@ class FactBody(msgspec.Struct):
     attributes: dict[str, Value]
 
 
+class SessionDefaults(msgspec.Struct):
+    """What a new session has where its request says nothing; null: the default of `Session`. guard: as `NewSession`."""
+
+    settings: SessionSettings
+    guard: bool | None
+
+
 class Stats(msgspec.Struct):
-    """The tenant's store and sessions in this process. durable: whether facts outlast it."""
+    """The tenant's store and sessions in this process. durable: whether facts outlast it. new_sessions: their
+    defaults, the same for all tenants."""
 
     facts: int
     quarantined: int
@@ -133,6 +141,7 @@ class Stats(msgspec.Struct):
     sessions: int
     session_bytes: int
     row_cache_bytes: int
+    new_sessions: SessionDefaults
 
 
 # sessions
@@ -150,7 +159,7 @@ class NewSubQuery(Question, kw_only=True, gc=False):
 
 
 class SessionSettings(Question, kw_only=True):
-    """Settings of `Session`; what is left out has its default."""
+    """Settings of `Session`; what is left out has the server's default (`GET /v1/stats`), else its own."""
 
     mode: Literal["spec", "calibrated"] | None = None
     min_relevance: Cosine | None = None
@@ -161,6 +170,7 @@ class SessionSettings(Question, kw_only=True):
     clamp_novelty: bool | None = None
     exhaustion: Literal["score", "novelty"] | None = None
     exclude_packed: bool | None = None
+    residual_depth: Share | None = None
     gate: float | None = None
     min_qualified: Annotated[int, Meta(ge=0)] | None = None
     gate_on: Literal["best", "query"] | None = None
@@ -176,7 +186,7 @@ class SessionSettings(Question, kw_only=True):
 
 class NewSession(Question, kw_only=True):
     """A task: its sub-queries and how to rank for it. guard: whether the n-gram guard (§5) takes part; None is the
-    mode's default."""
+    server's default, else the mode's."""
 
     embedding_model: Name
     sub_queries: Annotated[list[NewSubQuery], Meta(min_length=1, max_length=1024)]
@@ -203,11 +213,16 @@ class CoverageBody(msgspec.Struct):
 
 
 class SessionBody(msgspec.Struct):
-    """A session as it is. ngrams: size of the blacklist, None without a guard; packed: facts packed so far."""
+    """A session as it is.
+
+    settings: what it was made with, null for those of the other mode. safety_budget: what is left of it. ngrams: size
+    of the blacklist, None without a guard. packed: facts packed so far.
+    """
 
     id: str
     embedding_model: str
     mode: str
+    settings: SessionSettings
     sub_queries: list[SubQueryBody]
     coverage: list[CoverageBody]
     residual: list[str]

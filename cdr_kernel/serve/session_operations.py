@@ -7,6 +7,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ from cdr_kernel.serve.idempotency import Done, replayed
 from cdr_kernel.serve.kept_window import KeptWindow, packed_envelope
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.sessions import Entry, Version, check_size, new_id, with_answer
+from cdr_kernel.serve.settings import OF_MODE, for_new_session
 from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
 from cdr_kernel.session import Session
 from cdr_kernel.session_token import StoreBehind, head_of
@@ -46,8 +48,9 @@ async def create_session(call: Call) -> Answer:
     def make() -> tuple[Session, Answer]:
         items = sub_queries(body.sub_queries, made, tenant.dim)
         chosen = {name: getattr(body.settings, name) for name in body.settings.__struct_fields__}
-        settings = {name: value for name, value in chosen.items() if value is not None}
-        guarded = body.guard if body.guard is not None else settings.get("mode", "spec") == "spec"
+        own = {name: value for name, value in {**chosen, "guard": body.guard}.items() if value is not None}
+        settings = for_new_session(call.service.settings.new_sessions, own)
+        guarded = settings.pop("guard", settings.get("mode", "spec") == "spec")
         session = Session(
             items,
             embedding_model=tenant.model,
@@ -426,6 +429,7 @@ def session_body(id: str, session: Session) -> schema.SessionBody:
         id=id,
         embedding_model=session.embedding_model,
         mode=session.mode,
+        settings=session_settings(session),
         sub_queries=[
             schema.SubQueryBody(item.id, item.label, item.text, item.expected_words, item.marginal)
             for item in session.sub_queries
@@ -443,6 +447,14 @@ def session_body(id: str, session: Session) -> schema.SessionBody:
         ngrams=None if state.guard is None else len(state.guard),
         anchor=session.anchor(),
     )
+
+
+def session_settings(session: Session) -> schema.SessionSettings:
+    """What a session was made with; null for what its mode does not have."""
+    names = [*OF_MODE["spec"]] if session.calibrated is None else []
+    values = {name: getattr(session, name) for name in ("mode", "max_windows", "completion_threshold", *names)}
+    parts = {} if session.calibrated is None else asdict(session.calibrated)
+    return schema.SessionSettings(**values, **parts)
 
 
 def exit_body(exit: Exit) -> schema.ExitBody:

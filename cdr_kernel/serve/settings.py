@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cdr_kernel.checks import check_bool
 from cdr_kernel.ngram import HashKey
+from cdr_kernel.session import Session
+from cdr_kernel.task import Calibrated, SubQuery
 
 LOOPBACK_NAMES = ("localhost",)
 MIB = 1 << 20
@@ -43,6 +50,8 @@ class Settings:
     changed.
     drain_s: seconds between SIGTERM (not ready) and closing the port. stop_s: seconds that accepted requests then get.
     otel: whether to trace with OpenTelemetry (extra `otel`). access_log: a line of JSON per request.
+    new_sessions: settings of `Session`, `guard` (a bool) included, for what a request for a new session leaves out. A
+    session of another mode than theirs takes those that both modes have. Empty: `Session`'s own defaults.
 
     Raises TypeError or ValueError for what is out of range.
     """
@@ -82,6 +91,7 @@ class Settings:
     stop_s: float = 30.0
     otel: bool = False
     access_log: bool = True
+    new_sessions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store", Path(self.store))
@@ -112,6 +122,8 @@ class Settings:
 
             torch_device(self.device)
             check_dtype(self.device_dtype)
+        object.__setattr__(self, "new_sessions", dict(self.new_sessions))
+        check_session_settings(self.new_sessions)
         if self.token_key is not None and len(self.token_key) < 32:
             raise ValueError(f"token_key: expected at least 32 bytes, got {len(self.token_key)}")
         if self.keys is None and not self.open_to_all and not is_loopback(self.host):
@@ -119,6 +131,31 @@ class Settings:
                 f"host: {self.host} can be reached from elsewhere: expected --keys, or --open-to-all where everyone "
                 "who reaches it may read and change everything"
             )
+
+
+OF_MODE: dict[str, frozenset[str]] = {
+    "spec": frozenset({"min_relevance", "first_window_pull", "clamp_novelty", "exhaustion", "exclude_packed"}),
+    "calibrated": frozenset(item.name for item in fields(Calibrated)),
+}
+"""Settings of `Session` that one mode alone has."""
+
+
+def check_session_settings(settings: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError for settings that `Session` refuses; guard: a bool."""
+    given = dict(settings)
+    if "guard" in given:
+        check_bool(given.pop("guard"), "guard")
+    for name in given:
+        if name in ("sub_queries", "embedding_model", "id") or name not in signature(Session).parameters:
+            raise ValueError(f"new_sessions: expected settings of Session, got {name!r}")
+    Session([SubQuery("a", "a", "", np.ones(1))], embedding_model="a", **given)
+
+
+def for_new_session(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a session: its own, and those defaults that its mode has."""
+    mode = settings.get("mode", defaults.get("mode", "spec"))
+    foreign = frozenset().union(*(names for other, names in OF_MODE.items() if other != mode))
+    return {name: value for name, value in {**defaults, **settings}.items() if name in settings or name not in foreign}
 
 
 def is_loopback(host: str) -> bool:
