@@ -1,7 +1,7 @@
 """What the first version wrote is read for good: stores with their codes, sessions, tokens, runs.
 
-tests/data/first was written once and is never written again. A format that changes takes another number, and the old
-one is still read.
+Until the first release a format may change in place: then the files of tests/data/first are written again, with the
+same values. From then on a format that changes takes another number, and the old one is still read.
 """
 
 from __future__ import annotations
