@@ -85,7 +85,6 @@ class DurableStore:
         dim, embedding_model, dtype, tokenizer, hash_key: as for `FactStore`. Raises FileExistsError where there is
         something else in the folder, ImportError without the extra `store`.
         """
-        lance_record.lance_module()
         facts = FactStore(dim, embedding_model=embedding_model, dtype=dtype, tokenizer=tokenizer, hash_key=hash_key)
         return cls._create(Path(path), facts, facts.numbering)
 

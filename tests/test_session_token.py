@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,28 +163,56 @@ def state_of(session, packed, coverage=(), feedback=()):
     return session.supposing(state)
 
 
-def extreme(store, mode, depth):
-    """All 64 sub-queries in each of 20 windows, and the facts of the direction are none of those packed."""
+def extreme(store, mode, depth, per_window=64):
+    """20 windows, each of 50 facts and so many of 64 sub-queries. No fact of the direction is among those packed."""
     session, ids = session_of(some_items(64), mode), random.Random(4).sample(store.ids, 1320)
     packed = {id: 1 + i // 50 for i, id in enumerate(ids[:1000])}
     r = np.random.default_rng(5)
     coverage = tuple(
-        CoverageEntry(item.id, item.embedding, depth(r), number)
+        CoverageEntry(item.id, item.embedding, depth(r, item.expected_words), number)
         for number in range(1, 21)
-        for item in session.sub_queries
+        for item in [session.sub_queries[i] for i in sorted(r.choice(64, per_window, replace=False).tolist())]
     )
     order = {id: i for i, id in enumerate(store.ids)}
     return state_of(session, packed, coverage, tuple(sorted(ids[1000:], key=order.get)))
 
 
-@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+def ratio(r, expected):
+    """As `assess` reports it."""
+    return depth_from_words(int(r.integers(int(0.15 * expected), int(1.2 * expected))), expected)
+
+
+def any_double(r, expected):
+    """Unrelated doubles: 8 bytes each, and nobody can do with less."""
+    return float(r.random())
+
+
 @pytest.mark.parametrize(
-    ("depth", "most"),
+    ("scale", "depth", "per_window", "spec", "calibrated"),
     [
-        (lambda r: depth_from_words(int(r.integers(60, 400)), 400), 4700),
-        (lambda r: float(r.random()), 14_000),  # unrelated doubles: 8 bytes each, and nobody can do with less
+        (1, ratio, 7, "2.7 kB", "3.2 kB"),
+        (1, ratio, 16, "3.1 kB", "3.5 kB"),
+        (10, ratio, 7, "3.1 kB", "3.7 kB"),
+        (1, ratio, 64, "blob of 3.9 kB", "blob of 4.4 kB"),
+        (1, any_double, 7, "3.7 kB", "blob of 3.8 kB"),
     ],
 )
+def test_the_sizes_are_those_of_the_documentation(store, scale, depth, per_window, spec, calibrated):
+    if scale > 1:
+        view, larger = store.view(), FactStore(DIM, embedding_model=MODEL)
+        larger.add(view.ids, [""] * FACTS, view.embeddings, sequence=scale * view.sequence)
+        store = larger
+    for mode, said in (("spec", spec), ("calibrated", calibrated)):
+        token, blob = extreme(store, mode, depth, per_window).token_and_blob(store)
+        assert (blob is not None) == said.startswith("blob of ")
+        size = len(token if blob is None else blob) / 1000
+        assert abs(size - float(said.removeprefix("blob of ").removesuffix(" kB"))) <= 0.15, (mode, size)
+    page = (Path(__file__).parent.parent / "docs" / "tokens.md").read_text()
+    assert f"| {spec} | {calibrated} |" in page
+
+
+@pytest.mark.parametrize("mode", ["spec", "calibrated"])
+@pytest.mark.parametrize(("depth", "most"), [(ratio, 4700), (any_double, 14_000)])
 def test_what_does_not_fit_says_so_in_advance_and_goes_into_the_blob(store, mode, depth, most):
     session = extreme(store, mode, depth)
     assert session.token_needs_blob(store)
@@ -478,7 +507,7 @@ def test_every_byte_of_a_token_counts(store):
 
 
 def test_every_byte_of_a_blob_counts(store):
-    session = extreme(store, "calibrated", lambda r: float(r.random()))
+    session = extreme(store, "calibrated", any_double)
     made = session.token_and_blob(store)
     for other in changed_bytes(made.blob, range(0, len(made.blob), 97)):
         if other != made.blob:
@@ -488,7 +517,7 @@ def test_every_byte_of_a_blob_counts(store):
         if other != made.token:
             with pytest.raises(ValueError, match=r"\w"):
                 resumed(session, made._replace(token=other), store)
-    swapped = extreme(store, "calibrated", lambda r: 0.125 * float(r.random())).token_and_blob(store).blob
+    swapped = extreme(store, "calibrated", lambda r, expected: 0.125 * float(r.random())).token_and_blob(store).blob
     small = session_of(some_items(64), "calibrated").token()
     for token, blob, error, said in (
         (made.token, swapped, ValueError, "not the one that was made with the token"),
