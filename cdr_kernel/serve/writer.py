@@ -56,7 +56,8 @@ class Writer:
             self._ended = True
 
     async def _pass(self, message: Message) -> None:
-        if self._connection is not None and self._connection.gone:
-            self._ended = True
+        connection = self._connection
+        if connection is not None and (connection.gone or connection.transport.is_closing()):
+            self._ended = True  # what is written now goes nowhere
         else:
             await self._send(message)
