@@ -77,7 +77,7 @@ def serve(
         float, typer.Option(min=0.01, help="Answers of a tenant that their readers have not taken yet, MiB.")
     ] = 256.0,
     write: Annotated[
-        float, typer.Option(min=0.001, help="Seconds to read an answer, and one more for each 128 KiB of it.")
+        float, typer.Option(min=0.001, help="Seconds that a client has to read 64 KiB of an answer.")
     ] = 30.0,
     deadline: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 30.0,
     session_ttl: Annotated[float, typer.Option(min=1.0, help="Seconds that a session stays unused.")] = 3600.0,

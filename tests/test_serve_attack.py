@@ -38,6 +38,9 @@ SECONDS = 3.0
 RANKS = 150
 """Ranks of the honest tenant before the attacks."""
 TIMES = 10
+ATTEMPTS = 2
+"""Other processes on the same cores only make ranks slower: what is slow both times is slow for its own reasons. A
+request of the honest tenant that fails, or memory beyond the bound, fails at once."""
 FLOOR_S = 0.3
 """A p99 below this passes whatever it was before. On two shared cores a rank that waits for nobody takes 5 to 30 ms,
 and one in a hundred takes 100 ms and more while other processes have the cores."""
@@ -121,8 +124,10 @@ class Target:
 
     def session(self, key="x", **settings):
         """The path of a new session."""
-        status, body = self.ask("POST", "/v1/sessions", new_session(max_windows=20, **settings), key=key)
-        assert status == 200, body
+        status, body = 0, b""
+        while status != 200:  # the attack before this one may not be over yet
+            assert status in (0, 429, 504), body
+            status, body = self.ask("POST", "/v1/sessions", new_session(max_windows=20, **settings), key=key)
         return f"/v1/sessions/{json.loads(body)['id']}"
 
 
@@ -343,7 +348,7 @@ def slow_readers(server):
     def work(number, stop):
         client = server.client()
         client.send("GET", "/v1/facts/large")
-        stop.wait(1.5)
+        stop.wait(60)
         client.close()
         return "left"
 
@@ -432,23 +437,24 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_an_attack_of_one_tenant_slows_no_other_down(server, attack, record_property):
+def test_an_attack_of_one_tenant_slows_no_other_down(server, attack):
     if server.quiet is None:
         honest_ranks(server, lambda seen: len(seen) >= 30)
         server.quiet = p99(honest_ranks(server, lambda seen: len(seen) >= RANKS))
-    with attacking(server, attack) as counts:
-        end = time.monotonic() + SECONDS
-        seen = honest_ranks(server, lambda seen: time.monotonic() > end)
-    statuses = Counter(status for status, _ in seen)
-    told = {"quiet": server.quiet, "attacked": p99(seen), "worst": max(each[1] for each in seen), "ranks": len(seen)}
-    told |= {"memory": server.memory(), "answers": dict(counts)}
-    record_property("measured", told)
-    print(f"\n{attack.__name__}: {told}")
-    assert set(statuses) == {200}, (statuses, told)
-    assert len(seen) >= 10, told
-    assert p99(seen) <= max(TIMES * server.quiet, FLOOR_S), told
-    assert server.memory() < MOST_BYTES, told
-    assert counts["begun"] >= 4, told
+    for _ in range(ATTEMPTS):
+        with attacking(server, attack) as counts:
+            end = time.monotonic() + SECONDS
+            seen = honest_ranks(server, lambda seen, end=end: time.monotonic() > end)
+        told = {"quiet": server.quiet, "attacked": p99(seen), "worst": max(each[1] for each in seen)}
+        told |= {"ranks": len(seen), "memory": server.memory(), "attack": dict(counts)}
+        print(f"\n{attack.__name__}: {told}")
+        assert {status for status, _ in seen} == {200}, told
+        assert len(seen) >= 10, told
+        assert server.memory() < MOST_BYTES, told
+        assert counts["begun"] >= 4, told
+        if p99(seen) <= max(TIMES * server.quiet, FLOOR_S):
+            return
+    pytest.fail(f"{ATTEMPTS} times: {told}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class Ask:
     where: Mapping[str, Any] | None = None
     since: float = field(default_factory=monotonic)
     future: asyncio.Future[Ranking] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
     alike: tuple[bool, bytes] | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,8 +95,8 @@ class Batcher:
 
     async def rank(self, lane: Lane, ask: Ask) -> Ranking:
         """The ranking, or a `Refusal`: 429 where the lane is full, 504 where the deadline passes first."""
-        loop = asyncio.get_running_loop()
-        ask.future = loop.create_future()
+        ask.loop = asyncio.get_running_loop()
+        ask.future = ask.loop.create_future()
         with self._turn:
             if self._closed:
                 raise unavailable("draining", "the server is stopping")
@@ -111,6 +112,8 @@ class Batcher:
                 return await ask.future
         except TimeoutError:
             raise late() from None
+        finally:
+            ask.future = None  # nobody waits any more; and what holds its own error, with a traceback, stays for long
 
     def running(self) -> list[dict[str, Any]]:
         """What is ranked now, as `Turns.running` says it."""
@@ -168,8 +171,7 @@ class Batcher:
         now = monotonic()
         while lane.waiting and len(batch) < self._most:
             ask = lane.waiting.popleft()
-            assert ask.future is not None
-            if ask.deadline <= now or ask.future.cancelled():
+            if ask.deadline <= now or ask.future is None:
                 continue  # its caller knows
             if not batch or (ask.alike is not None and ask.alike == batch[0].alike):
                 batch.append(ask)
@@ -187,12 +189,14 @@ class Batcher:
             answers = [error] if len(batch) == 1 else [self._alone(lane, ask) for ask in batch]
         if self._report is not None:
             self._report(len(batch), [start - ask.since for ask in batch], monotonic() - start)
-        future = batch[0].future
-        assert future is not None
+        loop = batch[0].loop
+        assert loop is not None
         try:
-            future.get_loop().call_soon_threadsafe(_deliver, batch, answers)
+            loop.call_soon_threadsafe(_deliver, batch, answers)
         except RuntimeError:
             return  # the loop is closed: nobody waits any more
+        finally:
+            del answers
 
     def _ranked(self, lane: Lane, batch: list[Ask]) -> list[Ranking]:
         ks = [ask.k for ask in batch if ask.k is not None]

@@ -179,4 +179,9 @@ def _worded(message: str) -> dict[str, Any]:
 def refuse(error: Exception) -> NoReturn:
     """Raise what `of_library` makes of it, else the error itself."""
     refusal = of_library(error)
-    raise error if refusal is None else refusal from error
+    try:
+        if refusal is None:
+            raise error
+        raise refusal from error
+    finally:
+        del error, refusal  # a frame that holds what it raises keeps everything alive that the traceback has

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import uvicorn
@@ -29,7 +29,7 @@ from cdr_kernel.serve.app import build
 from cdr_kernel.serve.connections import Connection
 from cdr_kernel.serve.service import CLOSE_S, DRAINING, READY, Service
 from cdr_kernel.serve.settings import Settings
-from cdr_kernel.serve.turns import THREADS
+from cdr_kernel.serve.turns import THREADS, where
 
 BACKLOG = 2048
 ACCEPTS = 32
@@ -38,6 +38,9 @@ for the threads that rank: with one handle, those who connect in an overload wai
 KEEP_ALIVE_S = 65
 GRACE_S = 1.0
 """How long a body may still come once the port is closed; at most half of what stopping has."""
+SEND_BUFFER = 1 << 18
+"""Bytes of an answer that the system holds for a connection; of itself it takes megabytes for clients that do not read,
+and tells that one reads only once a third of them is taken."""
 WATCH_S = 3.0
 """How long after everything should have ended the watch ends the process."""
 SWITCH_S = 0.0005
@@ -52,6 +55,7 @@ class _Server(uvicorn.Server):
         self._service = service
         self._told = 0
         self._drain: asyncio.Task[None] | None = None
+        self._watched = False
         self.ended = threading.Event()
 
     @contextlib.contextmanager
@@ -62,7 +66,7 @@ class _Server(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
         before = {
-            number: signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._tell, number))
+            number: signal.signal(number, lambda number, _: self._signal(number, loop))
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
@@ -71,6 +75,12 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _signal(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._watched:  # here, since the loop may not come to it
+            self._watched = True
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        loop.call_soon_threadsafe(self._tell, number)
+
     def _tell(self, number: int) -> None:
         self._told += 1
         if self._told > 1:
@@ -78,7 +88,6 @@ class _Server(uvicorn.Server):
             return
         logs.event("draining", signal=signal.Signals(number).name)
         self._service.stopping = True
-        threading.Thread(target=self._watch, name="cdr-watch", daemon=True).start()
         if self._service.state != READY:
             self.should_exit = True
             return
@@ -88,9 +97,11 @@ class _Server(uvicorn.Server):
     def _watch(self) -> None:
         """End the process where it does not end."""
         settings = self._service.settings
-        if not self.ended.wait(settings.drain_s + _grace(settings) + CLOSE_S + WATCH_S):
-            name_what_runs(self._service)
-            end_process(1)
+        if self.ended.wait(settings.drain_s + _grace(settings) + CLOSE_S + WATCH_S):
+            return
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        name_what_runs(self._service, [{"thread": "MainThread", "job": "the event loop", "where": where(main)}])
+        end_process(1)
 
     async def _end(self) -> None:
         await asyncio.sleep(self._service.settings.drain_s)
@@ -149,9 +160,9 @@ def _grace(settings: Settings) -> int:
     return max(1, round(settings.stop_s))
 
 
-def name_what_runs(service: Service) -> None:
-    """Log what threads still do, where they do something."""
-    running = service.running()
+def name_what_runs(service: Service, more: Sequence[dict[str, Any]] = ()) -> None:
+    """Log what threads still do, where they do something. more: what else runs."""
+    running = [*service.running(), *more]
     if running:
         what = "work that did not end in the time that stopping has: the process ends without it"
         logs.event("fault", logging.ERROR, what=what, running=running)
@@ -175,6 +186,7 @@ def end_process(status: int) -> NoReturn:
 def _listening(host: str, port: int) -> Iterator[Any]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of all connections
     try:
         yield listener
     finally:

@@ -127,6 +127,8 @@ class Turns:
             if not limit.expired():
                 raise  # the work's own
             raise late() from None
+        finally:
+            del job, steps, work  # a frame that holds what it raises keeps everything alive that the traceback has
 
     def waiting(self, tenant: str) -> int:
         """How many jobs of a tenant wait for a turn."""
@@ -224,6 +226,7 @@ class Turns:
             _tell(job.future, end.value)
         except BaseException as error:  # goes to the one who asked, and the thread goes on
             _tell(job.future, error)
+            del job  # whose future has the error, and the error's traceback has this frame
         return True
 
 

@@ -12,7 +12,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 PIECE = 1 << 16
 """Bytes that are handed on at a time."""
 LEAST_RATE = 1 << 17
-"""Bytes a second that a client must read, beside the seconds of `Settings.write_s`."""
+"""Bytes a second that a client must read of an answer, beside the seconds of `Settings.write_s` for each piece."""
 CONNECTION = "cdr.connection"
 """The extension of an ASGI scope that has a `connections.Connection`."""
 
@@ -32,15 +32,16 @@ class Writer:
         more is written then."""
         if self._ended:
             return
-        body = message.get("body", b"")
-        limit = asyncio.timeout(self._write_s + len(body) / LEAST_RATE)
+        body, loop = message.get("body", b""), asyncio.get_running_loop()
+        end = loop.time() + self._write_s + len(body) / LEAST_RATE
+        limit = asyncio.timeout_at(end)
         try:
             async with limit:
-                if len(body) <= PIECE:
-                    await self._pass(message)
-                else:
-                    for start in range(0, len(body), PIECE):
-                        await self._pass({**message, "body": body[start : start + PIECE], "more_body": True})
+                for start in range(0, max(1, len(body)), PIECE):
+                    limit.reschedule(min(end, loop.time() + self._write_s))
+                    piece = {**message, "body": body[start : start + PIECE], "more_body": True}
+                    await self._pass(message if len(body) <= PIECE else piece)
+                if len(body) > PIECE:
                     await self._pass({**message, "body": b""})  # it waits for the pieces to be taken
         except TimeoutError:
             if not limit.expired():
@@ -55,7 +56,8 @@ class Writer:
             self._ended = True
 
     async def _pass(self, message: Message) -> None:
-        if self._connection is not None and self._connection.gone:
-            self._ended = True
+        connection = self._connection
+        if connection is not None and (connection.gone or connection.transport.is_closing()):
+            self._ended = True  # what is written now goes nowhere
         else:
             await self._send(message)
