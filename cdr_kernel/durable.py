@@ -487,7 +487,7 @@ class DurableStore:
             self.facts.view()
         except DamagedFileError as error:
             self._damage = str(error)
-            self._put_right(self._damage)
+            self._put_right(self._damage, cut_short=True)
 
     def _fill(self, new: bool) -> None:
         """The facts of the newest version, from the snapshot if it can be used, which a new store does not have."""
@@ -572,10 +572,10 @@ class DurableStore:
         if self._closed or not threading.main_thread().is_alive():
             raise _Closed
 
-    def _put_right(self, damage: str) -> None:
+    def _put_right(self, damage: str, *, cut_short: bool = False) -> None:
         """Read all facts from the record in place of a damaged snapshot, unless another thread has done so."""
         with self._lock:
-            if self.facts.verified:
+            if self.facts.verified and not cut_short:
                 return
             say(f"warning: {damage}; the facts are read from the record again")
             self._replica.reread(Record.open(self.path / RECORD), in_place=True)

@@ -155,6 +155,7 @@ class Session:
         centred_coverage: bool | None = None,
         min_new_share: float | None = None,
     ) -> None:
+        check_order(sub_queries, "sub_queries")
         self._set_task(_checked_items(sub_queries))
         self.id = uuid.uuid4().hex if id is None else check_text(id, "id")
         self.embedding_model = check_text(embedding_model, "embedding_model")

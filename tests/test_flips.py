@@ -29,7 +29,6 @@ from cdr_kernel import (
 )
 from cdr_kernel import partition as partition_module
 from cdr_kernel import store as store_module
-from cdr_kernel.cli_index import _save_with
 from cdr_kernel.files import json_text, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.partition import partition
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
@@ -72,8 +71,9 @@ def facts(n=N, first=0):
 
 def ranked(retriever, **keywords):
     """All that a ranking says, after a window that wrote something."""
-    session = Session(sub_queries(), embedding_model=MODEL, min_relevance=0.1, guard=NGramGuard(2))
-    session.guard.update("pod node service volume")
+    guard = NGramGuard(2)
+    guard.update("pod node service volume")
+    session = Session(sub_queries(), embedding_model=MODEL, min_relevance=0.1, guard=guard)
     ranking = cdr_rank(QUERY, retriever, session, **keywords)
     return tuple(ranking.facts), ranking.score.tobytes(), ranking.ngram_overlap.tobytes(), ranking.qualified
 
@@ -167,7 +167,7 @@ def ingested(folder):
         "tasks.json": json_text({"schema": 1, "tasks": [{"id": "t", "query": "q", "sub_queries": items}]}),
     }
     content = {name: text.encode() for name, text in beside.items()}
-    _save_with(store, folder, {**content, "queries.npz": folder.with_name("q.npz").read_bytes()})
+    store.save(folder, beside={**content, "queries.npz": folder.with_name("q.npz").read_bytes()})
 
 
 def asked_ingested(folder):

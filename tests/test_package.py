@@ -67,9 +67,8 @@ EDGES = {
 }
 LADDER = [
     {"_C", "constants", "damage", "forks"},
-    {"arrays", "bit_codes", "checks", "folder", "mapped", "numbering", "reference", "steps", "tokens", "warn"},
-    {"token_hashes", "attributes", "checksums"},
-    {"constants", "_C", "damage"},
+    {"arrays", "bit_codes", "checks", "folder", "numbering", "reference", "steps", "tokens", "warn"},
+    {"token_hashes", "attributes", "checksums", "mapped"},
     {"reference", "arrays", "checks", "checksums", "tokens"},
     {"token_hashes", "folder"},
     {"attributes"},
@@ -86,7 +85,7 @@ LADDER = [
     {"task"},
     {"session_json"},
     {"session_token"},
-    {"session_json", "pack"},
+    {"pack"},
     {"retrieve", "session", "assess"},
     {"evidence", "partition"},
     {"rank"},

@@ -34,7 +34,7 @@ from cdr_kernel.serve import idempotency
 from cdr_kernel.serve.budget import Budget
 from cdr_kernel.serve.errors import Refusal
 from cdr_kernel.serve.idempotency import LARGEST_BODY, Answers, Done
-from cdr_kernel.serve.kept_window import KeptWindow, envelope_of
+from cdr_kernel.serve.kept_window import KeptWindow, packed_envelope
 from cdr_kernel.serve.sessions import LocalSessions, size_of
 
 LARGE = "large " * 200_000
@@ -281,12 +281,12 @@ def test_names_count_with_their_length():
     before = size_of(entry)
     names = [f"{i}".ljust(1000, "é") for i in range(500)]
     twin = entry.now.session.snapshot()
-    twin.update(WindowReport(0.1, ("s0",)), "red", envelope=envelope_of(names, 0), embedding_model=MODEL)
+    twin.update(WindowReport(0.1, ("s0",)), "red", envelope=packed_envelope(names, None, 0), embedding_model=MODEL)
     asyncio.run(local.commit(entry, entry.now, twin, {}))
     assert local.nbytes == size_of(entry) > before + sum(map(getsizeof, names)) > before + 500_000
-    window = KeptWindow.of(envelope_of(names, 0), entry.now.number)
+    window = KeptWindow.of(packed_envelope(names, None, 0), entry.now.number)
     assert window.nbytes > sum(map(getsizeof, names))
-    words = KeptWindow.of(envelope_of([], 0), 1)
+    words = KeptWindow.of(packed_envelope([], None, 0), 1)
     full = type(words)(**{**{f: getattr(words, f) for f in words.__struct_fields__}, "direction": b"x" * 9000})
     assert full.nbytes == words.nbytes + 9000
     entry.thresholds = {"s0": 0.5}

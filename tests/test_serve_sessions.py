@@ -205,7 +205,7 @@ def test_a_ranking_counts_for_the_first_of_two_updates_at_once(tmp_path):
         answers = crowd(client, [lambda: client.post(path, json=update())] * 2)
     told = {answer.json()["session"]["window_count"]: answer.json()["exit"]["novelty_ratio"] for answer in answers}
     assert told[1] is not None
-    assert told[2] is None
+    assert told[2] == told[1]  # what is remembered of the first (R37)
 
 
 def a_window(version):

@@ -109,8 +109,9 @@ async def update_session(call: Call) -> Answer:
             )
         kept = window if window is not None and window.version == before.number else None
         packed = _packed(body.packed, kept, before.session, call.tenant.facts.facts)
+        names = None if packed.envelope is None else packed.envelope.ranking.ids
         yield from twin.update_steps(
-            report, body.output, envelope=packed.envelope, embedding_model=body.embedding_model
+            report, body.output, envelope=packed.tested, packed=names, embedding_model=body.embedding_model
         )
         exit = twin.exit(report, packed.tested)
         told = packed.envelope or packed_envelope((), None, len(before.session.coverage))
