@@ -66,10 +66,9 @@ EDGES = {
     "__main__",
 }
 LADDER = [
-    {"_C", "constants", "damage", "forks"},
-    {"arrays", "bit_codes", "checks", "folder", "numbering", "reference", "steps", "tokens", "warn"},
-    {"token_hashes", "attributes", "checksums", "mapped"},
-    {"reference", "arrays", "checks", "checksums", "tokens"},
+    {"_C", "constants", "damage", "forks", "steps", "warn"},
+    {"reference", "arrays", "checks", "mapped"},
+    {"bit_codes", "checksums", "numbering", "tokens"},
     {"token_hashes", "folder"},
     {"attributes"},
     {"ngram"},
