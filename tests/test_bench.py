@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -271,6 +272,7 @@ def test_benchmarks_of_unlike_sizes_show_facts_per_second(tmp_path):
     done = subprocess.run(
         [*command, "--rootdir", tmp_path, "--benchmark-json", tmp_path / "out.json", tmp_path],
         capture_output=True, text=True, timeout=60, cwd=ROOT, check=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")},
     )  # fmt: skip
     found = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     for each, facts in zip(found, (20_000, 20), strict=True):

@@ -29,24 +29,17 @@ def test_version_and_help():
         assert "--json" in invoke(command, "--help").stdout
 
 
-def test_help_is_quick_and_loads_nothing_heavy():
+def test_help_loads_nothing_heavy():
     heavy = ("torch", "faiss", "pyarrow", "transformers", "sentence_transformers")
     code = (
-        "import sys, time; started = time.process_time(); sys.argv = ['cdr', '--help']\n"
+        "import sys; sys.argv = ['cdr', '--help']\n"
         "from cdr_kernel.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        f"print(time.process_time() - started, [m for m in {heavy} if m in sys.modules], file=sys.stderr)"
+        f"print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"
     )
-    best = min(_seconds_and_modules(code) for _ in range(3))
-    assert best < 0.3
-
-
-def _seconds_and_modules(code):
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    seconds, _, modules = done.stderr.strip().partition(" ")
-    assert modules == "[]"
-    return float(seconds)
+    assert done.stderr == "[]\n"
 
 
 @pytest.mark.parametrize("columns", ["30", "60", "80", "200"])

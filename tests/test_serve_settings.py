@@ -74,6 +74,7 @@ def test_a_device_that_is_not_there_is_wrong_usage_before_anything_listens(given
 
 def captured(monkeypatch, *options):
     """The settings that `cdr serve STORE` with these options serves."""
+    pytest.importorskip("uvicorn")
     made = []
     monkeypatch.setattr("cdr_kernel.serve.serve", lambda settings: made.append(settings) or 0)
     invoke("serve", "STORE", *options)
