@@ -205,7 +205,7 @@ class WordCount:
                 tokens = tokenize(piece)
                 length += len(tokens)
                 shared |= holders.keys() & tokens
-                if len(piece) >= PIECE:
+                if len(sentence) > PIECE:
                     yield
             weights: dict[int, list[float]] = {}  # by sub-query
             for token in shared:

@@ -76,7 +76,7 @@ def serve(
     answer_mb: Annotated[
         float, typer.Option(min=0.01, help="Answers of a tenant that their readers have not taken yet, MiB.")
     ] = 256.0,
-    write: Annotated[
+    send_timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds that a client has to read 64 KiB of an answer.")
     ] = 30.0,
     deadline: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 30.0,
@@ -167,7 +167,7 @@ def serve(
         max_answer=round(max_answer_mb * 2**20),
         request_bytes=round(request_mb * 2**20),
         answer_bytes=round(answer_mb * 2**20),
-        write_s=write,
+        send_timeout_s=send_timeout,
         max_queue=max_queue,
         max_batch=max_batch,
         rank_threads=rank_threads,

@@ -207,6 +207,8 @@ def pieces(text: str, size: int = PIECE) -> Iterator[str]:
     while len(text) - start > size:
         end = start + size
         cut = max(text.rfind(" ", start, end), text.rfind("\n", start, end)) + 1 or _next_cut(text, end, size)
+        if cut == len(text):
+            break
         yield text[start:cut]
         start = cut
     yield text[start:]

@@ -148,7 +148,7 @@ class Server(Target):
             "--no-access-log",
             "--deadline",
             "8",
-            "--write",
+            "--send-timeout",
             "3",
             "--drain",
             "0",

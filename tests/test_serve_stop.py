@@ -62,7 +62,7 @@ def wait_for(process, name, number):
 
 
 def test_a_client_that_does_not_read_is_cut_off(store):
-    process = Process(store, "--write", "0.5", "--drain", "0", "--no-access-log")
+    process = Process(store, "--send-timeout", "0.5", "--drain", "0", "--no-access-log")
     process.event("ready")
     start = time.monotonic()
     still = [Raw(process, GET_LARGE) for _ in range(3)]
@@ -86,12 +86,12 @@ def test_a_client_that_does_not_read_is_cut_off(store):
 
 
 def test_a_client_that_reads_slowly_gets_all(store):
-    process = Process(store, "--write", "3", "--drain", "0", "--no-access-log")
+    process = Process(store, "--send-timeout", "3", "--drain", "0", "--no-access-log")
     process.event("ready")
     slow = Raw(process, GET_LARGE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     size = 0
     for _ in range(12):
-        time.sleep(0.3)  # longer than --write together
+        time.sleep(0.3)  # longer than --send-timeout together
         size += len(read(slow))
     size += len(slow.rest())
     assert size > len(LARGE)
@@ -115,7 +115,7 @@ def test_a_client_that_leaves_has_not_been_answered(store):
 
 
 def test_an_answer_that_is_not_read_when_it_stops_is_not_called_answered(store):
-    process = Process(store, "--write", "60", "--drain", "0", "--stop", "1", "--no-access-log")
+    process = Process(store, "--send-timeout", "60", "--drain", "0", "--stop", "1", "--no-access-log")
     process.event("ready")
     still = Raw(process, GET_LARGE)
     read(still)

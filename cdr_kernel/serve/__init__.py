@@ -3,6 +3,10 @@
     schema     what goes over the wire: one set of structs for JSON and msgpack
     door       who may come in: request ids, keys, bounded queues, draining
     app        the operations under /v1, each a function from a call to an answer
+    turns      threads that work for many tenants, which take turns
+    decoding   large bodies, in steps
+    budget     how many bytes the requests and the answers of a tenant may hold
+    writer     answers on their way, no faster than they are read and not for ever
     batching   concurrent ranks into one `rank_many`
     embedding  texts to vectors, in batches that take turns
     sessions   sessions in memory, and shared through Redis

@@ -63,7 +63,7 @@ class Door:
         state["operation"] = "none"
         status = 500
         sent, started = 0, False
-        writer = Writer(send, scope, service.settings.write_s)
+        writer = Writer(send, scope, service.settings.send_timeout_s)
 
         async def respond(message: Message) -> None:
             nonlocal status, sent, started
@@ -108,6 +108,7 @@ class Door:
             service.completed += writer.taken
             if started and not writer.taken:
                 service.unread += 1
+                service.metrics.unread.labels(state["operation"]).inc()
                 unread(state["request_id"], state["operation"], sent)
             seconds = perf_counter() - start
             service.metrics.in_flight.dec()

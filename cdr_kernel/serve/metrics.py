@@ -42,6 +42,9 @@ class Metrics:
         self.sessions = Gauge("cdr_sessions", "Sessions in this process", ["tenant"], registry=to)
         self.session_bytes = Gauge("cdr_session_bytes", "Memory of sessions", ["tenant"], registry=to)
         self.row_cache = Gauge("cdr_row_cache_bytes", "Memory of rows kept between windows", ["tenant"], registry=to)
+        self.request_bytes = Gauge("cdr_request_bytes", "Bodies of requests that are held", ["tenant"], registry=to)
+        self.answer_bytes = Gauge("cdr_answer_bytes", "Answers that wait for their readers", ["tenant"], registry=to)
+        self.unread = Counter("cdr_unread", "Answers that their clients did not take", ["operation"], registry=to)
         ProcessCollector(registry=self.registry)
 
     @contextmanager

@@ -321,6 +321,8 @@ class Service:
         metrics.sessions.labels(name).set_function(lambda: len(tenant.local))
         metrics.session_bytes.labels(name).set_function(lambda: tenant.local.nbytes)
         metrics.row_cache.labels(name).set_function(lambda: tenant.retriever.cache.nbytes)
+        metrics.request_bytes.labels(name).set_function(lambda: tenant.requests.used)
+        metrics.answer_bytes.labels(name).set_function(lambda: tenant.answers.used)
 
     def embedder_for(self, tenant: Tenant) -> Callable[[list[str]], Any] | None:
         """The server's model, if it is the one of this tenant's facts."""

@@ -36,8 +36,8 @@ class Settings:
     redis: URL of a Redis for sessions that replicas share.
 
     max_body: bytes of a request. max_answer: bytes of an answer. request_bytes: bodies of one tenant that are held at
-    once; answer_bytes: answers of one tenant that their readers have not taken yet. write_s: seconds that a reader has
-    for each 64 KiB of an answer, and for the whole with a second more for each 128 KiB.
+    once; answer_bytes: answers of one tenant that their readers have not taken yet. send_timeout_s: seconds that a
+    client has to take 64 KiB of an answer, and the whole with a second more for each 128 KiB.
     max_queue: requests of one tenant that may wait or run at once. max_batch: ranks that go into one `rank_many`, 1 for
     none. rank_threads: batches of one tenant at a time. max_k: facts of one ranking. max_documents: of one rerank.
     device: where rankings look at the rows: None for the scan on the processor, else a torch device such as "cuda",
@@ -70,7 +70,7 @@ class Settings:
     max_answer: int = 64 * MIB
     request_bytes: int = 256 * MIB
     answer_bytes: int = 256 * MIB
-    write_s: float = 30.0
+    send_timeout_s: float = 30.0
     max_queue: int = 128
     max_batch: int = 8
     rank_threads: int = 2

@@ -12,7 +12,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 PIECE = 1 << 16
 """Bytes that are handed on at a time."""
 LEAST_RATE = 1 << 17
-"""Bytes a second that a client must read of an answer, beside the seconds of `Settings.write_s` for each piece."""
+"""Bytes a second that a client must read of an answer, beside `Settings.send_timeout_s`."""
 CONNECTION = "cdr.connection"
 """The extension of an ASGI scope that has a `connections.Connection`."""
 
@@ -20,9 +20,9 @@ CONNECTION = "cdr.connection"
 class Writer:
     """Writes one answer. taken: whether the client, or the system on its behalf, has taken all of it."""
 
-    def __init__(self, send: Send, scope: MutableMapping[str, Any], write_s: float) -> None:
+    def __init__(self, send: Send, scope: MutableMapping[str, Any], send_timeout_s: float) -> None:
         self._send = send
-        self._write_s = write_s
+        self._send_timeout_s = send_timeout_s
         self._connection: Any = scope.get("extensions", {}).get(CONNECTION)
         self._ended = False
         self.taken = False
@@ -33,12 +33,12 @@ class Writer:
         if self._ended:
             return
         body, loop = message.get("body", b""), asyncio.get_running_loop()
-        end = loop.time() + self._write_s + len(body) / LEAST_RATE
+        end = loop.time() + self._send_timeout_s + len(body) / LEAST_RATE
         limit = asyncio.timeout_at(end)
         try:
             async with limit:
                 for start in range(0, max(1, len(body)), PIECE):
-                    limit.reschedule(min(end, loop.time() + self._write_s))
+                    limit.reschedule(min(end, loop.time() + self._send_timeout_s))
                     piece = {**message, "body": body[start : start + PIECE], "more_body": True}
                     await self._pass(message if len(body) <= PIECE else piece)
                 if len(body) > PIECE:
