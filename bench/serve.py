@@ -35,6 +35,8 @@ from cdr_kernel.retrieve import WORTH_CODES
 
 MODEL = "bench"
 WINDOWS = 5
+IMPORTANCE = 8.0
+"""Of all facts: their texts are written in every window; with an importance of 1 that ends a session (§6, exit 3)."""
 OVERLOAD = 4
 CONNECTIONS = 512
 """Open before the overload begins, as those of a gateway are; more are opened where all are busy. A second overload
@@ -114,7 +116,7 @@ class Load:
     def new_session(self, i: int) -> bytes:
         """Session i."""
         items = [{"id": id, "label": id.upper(), "text": id, "embedding": b64(row)} for id, row in self.sub_queries(i)]
-        settings = {"min_relevance": self.gate}
+        settings = {"min_relevance": self.gate, "max_windows": 20}  # more than WINDOWS: a refused reset ends nothing
         return request("POST", "/v1/sessions", {"embedding_model": MODEL, "sub_queries": items, "settings": settings})
 
     def rank(self, i: int, turn: int) -> bytes:
@@ -137,10 +139,10 @@ class Load:
         ranks = [self.rank(i, turn) for turn in range(len(self.queries))]
         turn = 0
         while True:
+            yield "reset", reset
             for window in range(WINDOWS):
                 yield "rank", ranks[turn]
                 yield "update", updates[window]
-            yield "reset", reset
             turn = (turn + 1) % len(ranks)
 
 
@@ -382,7 +384,8 @@ def make_store(folder: Path, options: argparse.Namespace) -> Load:
     start = 0
     for rows in grow(Clusters.of(base), options.facts):
         ids = [f"f{i}" for i in range(start, start + len(rows))]
-        store.add(ids, [f"fact {id} about {OUTPUT[i % 40 :]}" for i, id in enumerate(ids)], rows)
+        texts = [f"fact {id} about {OUTPUT[i % 40 :]}" for i, id in enumerate(ids)]
+        store.add(ids, texts, rows, importance=[IMPORTANCE] * len(ids))
         start += len(rows)
     store.save(folder)
     if options.facts >= WORTH_CODES:

@@ -243,7 +243,6 @@ def run(
         "token_budget": token_budget,
         "kind": kind.value,
         "guard": guarded,
-        "residual_depth": residual_depth,
         "where": wanted,
         "backward_summary": backward_summary,
         "writer": writer,
@@ -326,6 +325,7 @@ def _settings_of(session: cdr_kernel.Session) -> dict[str, Any]:
         **{name: getattr(session, name) if spec else None for name in names},
         "completion_threshold": session.completion_threshold,
         "safety_budget": session.safety_budget,
+        "residual_depth": session.residual_depth,
     }
 
 

@@ -87,27 +87,36 @@ class Envelope:
     def check_fits(self) -> None:
         """Refuse an envelope that is empty for another reason than the store (R39).
 
-        `Session.exit` calls it for every envelope, so that such a one is never exit 3.
+        `Session.exit` calls it for every envelope that it tests, so that such a one is never exit 3. `Session.update`
+        remembers nothing of such a one for exit 3.
 
         Raises:
             ValueError: facts passed the gate, and `token_budget`, `max_facts` or k leaves no room for any of them.
             TimeoutError: no fact is known, and shards that may have some did not answer in time.
         """
+        error = self.misfit
+        if error is not None:
+            raise error
+
+    @property
+    def misfit(self) -> ValueError | TimeoutError | None:
+        """What `check_fits` raises, None where it raises nothing."""
         ranking = self.ranking
         if len(ranking):
-            return
+            return None
         passed = f"{counted(ranking.qualified, 'fact')} passed the relevance gate"
         if ranking.qualified and self.skipped:
             tokens = counted(self.token_budget, "token")
             shortest = "" if self.shortest is None else f" and the shortest has {self.shortest}"
-            raise ValueError(f"token_budget: no fact fits into {tokens}, {passed}{shortest}: raise the budget")
+            return ValueError(f"token_budget: no fact fits into {tokens}, {passed}{shortest}: raise the budget")
         if ranking.qualified:
             name = "k" if self.max_facts is None else "max_facts"
-            raise ValueError(f"{name}: no fact fits into an envelope of 0 facts, {passed}: ask for at least 1")
+            return ValueError(f"{name}: no fact fits into an envelope of 0 facts, {passed}: ask for at least 1")
         if not ranking.complete:
-            raise TimeoutError(
+            return TimeoutError(
                 f"the ranking has no fact, and no answer came in time from {few(ranking.missing_shards)}: ask again"
             )
+        return None
 
     def why_empty(self, packed_before: bool = False) -> str:
         """Why no fact could be packed, for `Exit.detail` (R12, R39): a filter is named.

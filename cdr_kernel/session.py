@@ -299,7 +299,8 @@ class Session:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The texts of all windows so far, where `keep_outputs` is on (R40); else empty."""
+        """The texts of the windows so far, where `keep_outputs` is on (R40), else empty. After `from_token` without
+        outputs, of the windows since."""
         return self._state.outputs
 
     @property
@@ -435,8 +436,7 @@ class Session:
         envelope is given, until its ranking saw newer facts than the last one's.
         What equals its limit up to 1e-9 counts as equal (R10): a budget of 0.10 and a completeness at the threshold
         fire, a ratio of 0.15 does not. Changes nothing; raises as `update` does for a completeness that is no number in
-        [0, 1], for what is no envelope, and as `Envelope.check_fits` for one that is empty because `token_budget`,
-        `max_facts` or k is too small (R39).
+        [0, 1], for what is no envelope, and for an envelope that is empty for another reason than the store (R39).
         """
         state = self._state
         completeness = state.completeness if report is None else self._check_completeness(report)
@@ -768,9 +768,12 @@ class Session:
         return tuple(item for item in self.sub_queries if depths.get(item.id, -1.0) < enough)
 
     def _known_test(self, state: SessionState, envelope: Envelope | None) -> EnvelopeTest | None:
-        """What exit 3 says of this envelope, of the last one for None, None where there was none (R37)."""
+        """What exit 3 says of this envelope, of the last one for None, None where there was none (R37).
+
+        An envelope that is empty for another reason than the store says nothing (R39).
+        """
         last = state.last_envelope
-        if envelope is None or (envelope.ranking.qualified and not len(envelope.ranking)):  # R39: it is no exit
+        if envelope is None or envelope.misfit is not None:
             return last
         ranking = envelope.ranking
         if self.calibrated is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from commands import GATE, QUERIES, TASK, fails, index_demo, invoke, json_of, start, writer
 
-from cdr_kernel import Session, demo
+from cdr_kernel import demo
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +222,6 @@ def test_run_takes_the_settings_of_a_session(store, tmp_path):
         assert option in fails(*arguments, option, "nan", code=2)
 
 
-@pytest.mark.skipif(
-    "residual_depth" not in inspect.signature(Session.__init__).parameters, reason="Session has no residual_depth yet"
-)
 def test_run_takes_a_residual_depth(store, tmp_path):
     """R36: what is addressed less deeply than this still remains."""
     path = tmp_path / "run.json"
@@ -234,7 +230,7 @@ def test_run_takes_a_residual_depth(store, tmp_path):
     plain = json.loads(path.read_text())
     invoke(*arguments, "--residual-depth", "0.9")
     deep = json.loads(path.read_text())
-    assert (plain["settings"]["residual_depth"], deep["settings"]["residual_depth"]) == (None, 0.9)
+    assert (plain["settings"]["residual_depth"], deep["settings"]["residual_depth"]) == (0.0, 0.9)
     assert len(deep["windows"][1]["anchor"]) > len(plain["windows"][1]["anchor"])
 
 

@@ -119,6 +119,23 @@ def test_a_session_of_one_replica_is_there_on_the_other(replicas):
     assert two.get(f"/v1/sessions/{sid}").status_code == 404
 
 
+@pytest.mark.parametrize("how", ["task-complete", "ckf-exhausted"])
+def test_a_session_that_ended_on_one_replica_has_ended_on_the_other(replicas, how):
+    one, two = replicas
+    sid = created(one)
+    if how == "task-complete":
+        body = update(["s0", "s1", "s2"], completeness=1.0, output="All of it.")
+        answer = one.post(f"/v1/sessions/{sid}/update", json=body)
+        assert answer.json()["document"] == "All of it."
+    else:
+        answer = one.post(f"/v1/sessions/{sid}/rank", json=rank(query=[-x for x in query().tolist()]))
+    assert answer.json()["exit"]["reason"] == how
+    for client in (two, one):
+        refused = client.post(f"/v1/sessions/{sid}/rank", json=rank())
+        assert (refused.status_code, error_of(refused)["code"]) == (409, "session_ended")
+        assert client.get(f"/v1/sessions/{sid}").json()["exit"] == answer.json()["exit"]
+
+
 def test_no_update_is_lost_between_replicas(replicas):
     sid = created(replicas[0], max_windows=20)
     sends = [

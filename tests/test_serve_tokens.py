@@ -11,7 +11,7 @@ from serving import MODEL, b64, created, error_of, make_store, new_session, quer
 from cdr_kernel import FactStore
 from cdr_kernel.serve.errors import Refusal
 from cdr_kernel.serve.idempotency import Done
-from cdr_kernel.serve.tokens import Payload, Signer
+from cdr_kernel.serve.tokens import Payload, Signer, carried
 
 KEY = bytes(range(32))
 
@@ -30,6 +30,15 @@ def payload(expires=None, **changes):
 def test_what_was_signed_is_read():
     signer = Signer(KEY, "acme")
     assert signer.read(signer.sign(payload(expires=2**40))) == payload(expires=2**40)
+
+
+def test_a_token_carries_the_last_answers_that_leave_it_small():
+    small, large = (Done("d", 200, {}, bytes(n)) for n in (30_000, 500_000))
+    answers = {str(i): small for i in range(6)}
+    assert list(carried(answers)) == ["2", "3", "4", "5"]
+    assert list(carried({**answers, "text": large})) == ["3", "4", "5"]
+    token = Signer(KEY, "acme").sign(payload(answers=carried({"text": large, **answers})))
+    assert len(token) < 262_144
 
 
 def test_every_byte_counts():

@@ -629,9 +629,17 @@ def test_an_envelope_that_nothing_fits_into_is_no_exhaustion(options):
     session.update(report(), OUTPUT)
     for empty, says in ((make_envelope(0, qualified=3, skipped=3), "100 tokens"), (make_envelope(0, qualified=3), "k")):
         before = session.to_json()
-        with pytest.raises(ValueError, match=f"{says}.*no fact fits|no fact fits into {says}"):  # R39
-            session.exit(report(), empty)
-        assert session.to_json() == before
+        for tested in (
+            lambda envelope=empty: session.exit(report(), envelope),
+            lambda envelope=empty: session.before_window(envelope),
+        ):
+            with pytest.raises(ValueError, match=f"{says}.*no fact fits|no fact fits into {says}"):  # R39
+                tested()
+            assert session.to_json() == before
+        known = session.state.last_envelope
+        session.update(report(), OUTPUT, envelope=empty)  # which records alone (R37)
+        assert session.state.last_envelope == known
+        assert "ckf-exhausted" not in (session.exit().reason, *session.exit().also)
 
 
 def test_exhaustion_by_novelty_leaves_importance_out():
@@ -955,9 +963,12 @@ def test_outputs_go_along_in_json_and_their_digest_in_the_token(monkeypatch):
     given = {"embedding_model": MODEL, "guard": session.guard}
     twin = Session.from_token(token, session.sub_queries, outputs=session.outputs, **given)
     assert twin.to_json() == session.to_json()
-    for wrong in (None, (), ("first", "second")):
+    for wrong in ((), ("first", "second")):
         with pytest.raises(ValueError, match="outputs: expected those"):
             Session.from_token(token, session.sub_queries, outputs=wrong, **given)
+    without = Session.from_token(token, session.sub_queries, **given)
+    without.update(report(), "third")
+    assert (without.outputs, Session.from_json(without.to_json()).outputs) == (("third",), ("third",))
     plain = make_session()
     plain.update(report(), "second")
     assert plain.outputs == ()

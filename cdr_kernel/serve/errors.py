@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from cdr_kernel.constants import CKF_EXHAUSTED, LIMIT_REACHED, SAFETY_BUDGET_DEPLETED, TASK_COMPLETE
 from cdr_kernel.store import EmbeddingModelMismatch
+from cdr_kernel.task import SessionEnded
 
 NOT_FOUND = "there is no such {what}"
 
@@ -139,8 +141,25 @@ def unavailable(code: str, message: str) -> Refusal:
     return Refusal(503, code, message, headers={"Retry-After": "1"})
 
 
+_OPENS = {
+    TASK_COMPLETE: "more sub_queries (POST .../extend)",
+    LIMIT_REACHED: "a higher max_windows (POST .../extend)",
+    CKF_EXHAUSTED: "new facts, and then a rank",
+    SAFETY_BUDGET_DEPLETED: "a higher safety_budget (POST .../extend)",
+}
+
+
+def ended(error: SessionEnded) -> Refusal:
+    """No other window of a session that has ended, and what opens it again."""
+    opens = " and ".join(_OPENS[reason] for reason in error.reasons)
+    message = f"the session has ended: {', also '.join(error.reasons)}. What opens it again: {opens}; or POST .../reset"
+    return Refusal(409, "session_ended", message, headers={"CRP-Context-Continuation-Status": error.reasons[0]})
+
+
 def of_library(error: Exception) -> Refusal | None:
-    """What a ValueError, TypeError or KeyError of the library becomes; None for any other error."""
+    """What a ValueError, TypeError, KeyError or SessionEnded of the library becomes; None for any other error."""
+    if isinstance(error, SessionEnded):
+        return ended(error)
     if isinstance(error, EmbeddingModelMismatch):
         expected, got = f"embedding model {error.expected!r}", None if error.got is None else repr(error.got)
         return Refusal(409, "model_mismatch", str(error), field="embedding_model", expected=expected, got=got)

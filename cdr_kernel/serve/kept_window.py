@@ -40,6 +40,7 @@ class KeptWindow(msgspec.Struct, frozen=True):
     guard_activations: int
     coverage_depth: int
     store_version: int
+    newest: int
     new_share: float | None
     considered: int | None
     filter: str
@@ -66,6 +67,7 @@ class KeptWindow(msgspec.Struct, frozen=True):
             guard_activations=ranking.guard_activations,
             coverage_depth=ranking.coverage_depth,
             store_version=ranking.store_version,
+            newest=ranking.newest,
             new_share=ranking.new_share,
             considered=ranking.considered,
             filter=ranking.filter,
@@ -102,6 +104,7 @@ class KeptWindow(msgspec.Struct, frozen=True):
             guard_activations=self.guard_activations,
             coverage_depth=self.coverage_depth,
             store_version=self.store_version,
+            newest=self.newest,
             new_share=self.new_share,
             considered=self.considered,
             filter=self.filter,

@@ -18,7 +18,7 @@ REFUSALS = {
     "401": "no key, or one that is not known",
     "404": "there is no such thing, or it is another's",
     "408": "the body did not come in time",
-    "409": "another embedding model, or an id that is taken",
+    "409": "another embedding model, an id that is taken, or another window of a session that has ended",
     "413": "the body is too large",
     "415": "a body of another type",
     "422": "bad input: error.field, error.expected and error.got say what",

@@ -75,6 +75,9 @@ OPERATIONS = (
         keyed=True,
         crp=True,
     ),
+    Operation(
+        "POST", f"{SESSION}/extend", sessions.extend_session, schema.SessionBody, schema.ExtendSession, keyed=True
+    ),
     Operation("POST", f"{SESSION}/assess", sessions.assess_output, schema.Report, schema.AssessOutput),
     Operation("POST", f"{SESSION}/reset", sessions.reset_session, schema.SessionBody, keyed=True),
     Operation("POST", f"{SESSION}/snapshot", sessions.snapshot_session, schema.SessionBody, keyed=True),

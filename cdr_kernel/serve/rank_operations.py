@@ -8,6 +8,7 @@ from dataclasses import replace
 from sys import getsizeof
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cdr_kernel.arrays import Float64
@@ -22,12 +23,12 @@ from cdr_kernel.serve.batching import Ask
 from cdr_kernel.serve.errors import Refusal, invalid, of_library, refuse, too_large_answer
 from cdr_kernel.serve.kept_window import KeptWindow
 from cdr_kernel.serve.service import Answer, Call
-from cdr_kernel.serve.session_operations import exit_body
+from cdr_kernel.serve.session_operations import end, exit_body
 from cdr_kernel.serve.sessions import new_id
 from cdr_kernel.serve.stores import Facts
 from cdr_kernel.session import Session
 from cdr_kernel.store import Fact, StoreView
-from cdr_kernel.task import Exit
+from cdr_kernel.task import Exit, SessionEnded
 
 NO_BUDGET = 2**31 - 1
 BYTES_A_TOKEN = 4
@@ -47,6 +48,10 @@ async def rank_facts(call: Call) -> Answer:
     query = await _query(call, body.query, body.text, "query")
     entry = await tenant.sessions.get(call.params["session_id"])
     session, version = entry.now.session, entry.now.number
+    try:
+        session.check_open(tenant.facts.facts.newest)
+    except SessionEnded as error:
+        refuse(error)
     by_need = session.calibrated is not None and body.pack != "greedy"
     if body.pack == "need" and not by_need:
         raise invalid("pack", '"greedy" for a session of mode "spec"', '"need"')
@@ -67,7 +72,7 @@ async def rank_facts(call: Call) -> Answer:
         refuse(error)
     considered = len(tenant.facts.facts)
 
-    def pack() -> Generator[None, None, tuple[Answer, KeptWindow]]:
+    def pack() -> Generator[None, None, tuple[Answer, Envelope, KeptWindow]]:
         limit = service.settings.max_answer
         most = body.k if by_need and body.max_facts is None else body.max_facts
         wanted = NO_BUDGET if body.token_budget is None else body.token_budget
@@ -80,11 +85,13 @@ async def rank_facts(call: Call) -> Answer:
             exit = session.exit(envelope=envelope)
             packed = yield from ranked_steps(envelope, session, exit)
         answer = call.answer(packed, crp_headers(envelope, session, exit))
-        return answer, KeptWindow.of(envelope, version)
+        return answer, envelope, KeptWindow.of(envelope, version)
 
-    answer, window = await call.thread(pack())
+    answer, envelope, window = await call.thread(pack())
     call.check_deadline()
     call.hold(answer)
+    if answer.value.exit.stop:
+        window = msgspec.structs.replace(window, version=await end(call, entry, version, envelope))
     await tenant.sessions.keep_window(entry, window)
     _count(call, ranking, considered, answer.value.exit)
     return answer

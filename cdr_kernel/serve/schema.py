@@ -159,7 +159,9 @@ class NewSubQuery(Question, kw_only=True, gc=False):
 
 
 class SessionSettings(Question, kw_only=True):
-    """Settings of `Session`; what is left out has the server's default (`GET /v1/stats`), else its own."""
+    """Settings of `Session`; what is left out has the server's default (`GET /v1/stats`), else its own. keep_outputs:
+    true unless it is false here or there, so that the update that completes a task or reaches the limit answers the
+    whole text."""
 
     mode: Literal["spec", "calibrated"] | None = None
     min_relevance: Cosine | None = None
@@ -171,6 +173,7 @@ class SessionSettings(Question, kw_only=True):
     exhaustion: Literal["score", "novelty"] | None = None
     exclude_packed: bool | None = None
     residual_depth: Share | None = None
+    keep_outputs: bool | None = None
     gate: float | None = None
     min_qualified: Annotated[int, Meta(ge=0)] | None = None
     gate_on: Literal["best", "query"] | None = None
@@ -212,11 +215,23 @@ class CoverageBody(msgspec.Struct):
     window_number: int
 
 
+class ExitBody(msgspec.Struct):
+    """§6: whether to stop, and why. See `Exit`."""
+
+    stop: bool
+    reason: str | None
+    also: list[str]
+    escalate: bool
+    detail: str
+    novelty_ratio: float | None
+
+
 class SessionBody(msgspec.Struct):
     """A session as it is.
 
     settings: what it was made with, null for those of the other mode. safety_budget: what is left of it. ngrams: size
-    of the blacklist, None without a guard. packed: facts packed so far.
+    of the blacklist, None without a guard. packed: facts packed so far. exit: §6, tested on the last report and the
+    last envelope.
     """
 
     id: str
@@ -234,17 +249,7 @@ class SessionBody(msgspec.Struct):
     packed: int
     ngrams: int | None
     anchor: str
-
-
-class ExitBody(msgspec.Struct):
-    """§6: whether to stop, and why. See `Exit`."""
-
-    stop: bool
-    reason: str | None
-    also: list[str]
-    escalate: bool
-    detail: str
-    novelty_ratio: float | None
+    exit: ExitBody
 
 
 class Report(Question, kw_only=True):
@@ -258,10 +263,11 @@ class Report(Question, kw_only=True):
 
 class UpdateSession(Question, kw_only=True):
     """A window was written. report: None has the server assess the output. safety_budget: what is left of it.
+    max_windows: a higher limit.
 
     packed: ids of the facts the writer got; None means those of the session's last ranking in this window. Other ids
     are remembered as packed too. The counters stay those of the ranking; coverage_score is over the packed facts that
-    the ranking or the store has. In mode "spec" exit 3 is then not tested: it needs the score of every packed fact.
+    the ranking or the store has. In mode "spec" exit 3 then stays as it was: it needs the score of every packed fact.
     """
 
     embedding_model: Name
@@ -269,15 +275,27 @@ class UpdateSession(Question, kw_only=True):
     report: Report | None = None
     packed: list[Name] | None = None
     safety_budget: Share | None = None
+    max_windows: Annotated[int, Meta(ge=1, le=20)] | None = None
 
 
 class Updated(msgspec.Struct):
-    """The session after the update, the exit decision of §6 and the report that was applied."""
+    """The session after the update, the exit decision of §6 and the report that was applied. document: the whole text,
+    where the task is complete or the limit reached and the session keeps its outputs; else None."""
 
     session: SessionBody
     exit: ExitBody
     anchor: str
     report: Report
+    document: str | None
+
+
+class ExtendSession(Question, kw_only=True):
+    """What may open a session that has ended: a higher limit of windows, more sub-queries, another safety budget."""
+
+    embedding_model: Name
+    max_windows: Annotated[int, Meta(ge=1, le=20)] | None = None
+    sub_queries: Annotated[list[NewSubQuery], Meta(max_length=1024)] = []
+    safety_budget: Share | None = None
 
 
 class AssessOutput(Question, kw_only=True):
@@ -297,24 +315,26 @@ class MergeSessions(Question, kw_only=True):
 
 class TokenBody(msgspec.Struct):
     """A signed session. blacklist: the guard's n-gram hashes, little-endian uint64. blob: the rest of a session that
-    exceeds 4,096 bytes. The token signs both but does not hold them; null where there are none. expires_in_s: how long
-    the token is taken."""
+    exceeds 4,096 bytes. outputs: the texts of the windows. The token signs these but does not hold them; null where
+    there are none. expires_in_s: how long the token is taken."""
 
     token: str
     blacklist: bytes | None
     blob: bytes | None
     expires_in_s: int
+    outputs: list[str] | None
 
 
 class ResumeSession(Question, kw_only=True):
     """A token from this or another replica, and the task's sub-queries again. blacklist: as exported; without it the
-    guard starts empty. blob: as exported."""
+    guard starts empty. blob: as exported. outputs: as exported; without them no document is answered at the end."""
 
     embedding_model: Name
     token: Annotated[str, Meta(min_length=1, max_length=262_144)]
     sub_queries: Annotated[list[NewSubQuery], Meta(min_length=1, max_length=1024)]
     blacklist: bytes | None = None
     blob: bytes | None = None
+    outputs: list[str] | None = None
 
 
 # ranking

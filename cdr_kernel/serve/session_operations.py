@@ -25,12 +25,14 @@ from cdr_kernel.serve.kept_window import KeptWindow, packed_envelope
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.sessions import Entry, Version, check_size, new_id, with_answer
 from cdr_kernel.serve.settings import OF_MODE, for_new_session
-from cdr_kernel.serve.tokens import CARRIED_ANSWERS, Payload
+from cdr_kernel.serve.tokens import Payload, carried
 from cdr_kernel.session import Session
 from cdr_kernel.session_token import StoreBehind, head_of
 from cdr_kernel.store import FactStore
 from cdr_kernel.task import Exit, SubQuery, WindowReport
+from cdr_kernel.window import final_output
 
+MOST_SUB_QUERIES = 1024
 ATTEMPTS = 20
 """How often a change starts again because another replica was first."""
 BATCH = 1024
@@ -49,7 +51,7 @@ async def create_session(call: Call) -> Answer:
         items = sub_queries(body.sub_queries, made, tenant.dim)
         chosen = {name: getattr(body.settings, name) for name in body.settings.__struct_fields__}
         own = {name: value for name, value in {**chosen, "guard": body.guard}.items() if value is not None}
-        settings = for_new_session(call.service.settings.new_sessions, own)
+        settings = {"keep_outputs": True, **for_new_session(call.service.settings.new_sessions, own)}
         guarded = settings.pop("guard", settings.get("mode", "spec") == "spec")
         session = Session(
             items,
@@ -96,9 +98,15 @@ async def update_session(call: Call) -> Answer:
     count = await _word_count(call, entry, body.output) if writes_report else None
 
     def work(entry: Entry, before: Version, twin: Session) -> Generator[None, None, Answer]:
+        kept = window if window is not None and window.version == before.number else None
         if body.safety_budget is not None:
             twin.safety_budget = body.safety_budget
+        twin.extend(max_windows=body.max_windows)
+        if before.session.exit().stop:
+            twin.check_open(-1 if kept is None else kept.newest)
         if count is not None:
+            if len(count.sub_queries) != len(twin.sub_queries):  # it was extended while the output was read
+                raise unavailable("contention", "the session was given other sub-queries meanwhile, try again")
             report = count.report(before.session.words)
         else:
             report = WindowReport(
@@ -107,16 +115,21 @@ async def update_session(call: Call) -> Answer:
                 depth_by_sub_query=body.report.depth_by_sub_query,
                 words_by_sub_query=body.report.words_by_sub_query,
             )
-        kept = window if window is not None and window.version == before.number else None
-        packed = _packed(body.packed, kept, before.session, call.tenant.facts.facts)
-        names = None if packed.envelope is None else packed.envelope.ranking.ids
+        got = _packed(body.packed, kept, before.session, call.tenant.facts.facts)
+        ids = got.envelope.ranking.ids
         yield from twin.update_steps(
-            report, body.output, envelope=packed.tested, packed=names, embedding_model=body.embedding_model
+            report, body.output, envelope=got.tested, packed=ids, embedding_model=body.embedding_model
         )
-        exit = twin.exit(report, packed.tested)
-        told = packed.envelope or packed_envelope((), None, len(before.session.coverage))
-        headers = {name: value for name, value in crp_headers(told, twin, exit).items() if name not in packed.unknown}
-        updated = schema.Updated(session_body(entry.id, twin), exit_body(exit), twin.anchor(), report_body(report))
+        exit = twin.exit(report, got.tested)
+        headers = crp_headers(got.envelope, twin, exit)
+        headers = {name: value for name, value in headers.items() if name not in got.unknown}
+        updated = schema.Updated(
+            session=session_body(entry.id, twin),
+            exit=exit_body(exit),
+            anchor=twin.anchor(),
+            report=report_body(report),
+            document=final_output(twin, exit, twin.outputs),
+        )
         return call.answer(updated, headers)
 
     answer = await change(call, work)
@@ -124,6 +137,41 @@ async def update_session(call: Call) -> Answer:
     if "Idempotency-Replayed" not in answer.headers:
         call.service.metrics.exits.labels(reason).inc()
     return answer
+
+
+async def end(call: Call, entry: Entry, version: int, envelope: Envelope) -> int:
+    """Remember what an envelope said that ends a session before its next window, and the version that is then."""
+    await call.locked(entry.lock)
+    try:
+        before = entry.now
+        if before.number == version:  # else the session went on meanwhile
+            twin = before.session.snapshot()
+            twin.before_window(envelope)
+            if await call.tenant.sessions.commit(entry, before, twin, before.answers):
+                return entry.now.number
+    finally:
+        entry.lock.release()
+    return version
+
+
+async def extend_session(call: Call) -> Answer:
+    """Raise the limit of windows or the safety budget, or give the task more sub-queries."""
+    body = call.body
+    call.tenant.check_model(body.embedding_model)
+    made = await embedded_sub_queries(call, body.sub_queries)
+
+    def work(entry: Entry, before: Version, twin: Session) -> Generator[None, None, Answer]:
+        total = len(twin.sub_queries) + len(body.sub_queries)
+        if total > MOST_SUB_QUERIES:
+            raise invalid("sub_queries", f"at most {MOST_SUB_QUERIES} in all", str(total))
+        more = sub_queries(body.sub_queries, made, call.tenant.dim)
+        yield
+        twin.extend(max_windows=body.max_windows, sub_queries=more)
+        if body.safety_budget is not None:
+            twin.safety_budget = body.safety_budget
+        return session_answer(call, entry.id, twin)
+
+    return await change(call, work)
 
 
 async def assess_output(call: Call) -> Answer:
@@ -189,10 +237,18 @@ async def export_session(call: Call) -> Answer:
             id=entry.id,
             session=token,
             blacklist=None if not hashes else hashlib.sha256(hashes).hexdigest(),
-            answers=dict(list(entry.now.answers.items())[-CARRIED_ANSWERS:]),
+            answers=carried(entry.now.answers),
             expires=int(time.time() + ttl),
         )
-        return call.answer(schema.TokenBody(call.tenant.signer.sign(payload), hashes or None, blob, int(ttl)))
+        return call.answer(
+            schema.TokenBody(
+                token=call.tenant.signer.sign(payload),
+                blacklist=hashes or None,
+                blob=blob,
+                expires_in_s=int(ttl),
+                outputs=list(session.outputs) or None,
+            )
+        )
 
     return await call.thread(work)
 
@@ -216,7 +272,12 @@ async def resume_session(call: Call) -> Answer:
         items = sub_queries(body.sub_queries, made, tenant.dim)
         if guard is None and key is not None and head["guard"] is not None:
             guard = NGramGuard(hash_key=key)
-        rest: dict[str, Any] = {"guard": guard, "store": tenant.facts.facts, "blob": body.blob}
+        rest: dict[str, Any] = {
+            "guard": guard,
+            "store": tenant.facts.facts,
+            "blob": body.blob,
+            "outputs": body.outputs,
+        }
         try:
             session = Session.from_token(payload.session, items, embedding_model=tenant.model, **rest)
         except StoreBehind:
@@ -320,10 +381,10 @@ async def _changed(call: Call, entry: Entry, work: Change) -> Answer | None:
 
 
 class _Packed(NamedTuple):
-    """What a writer got. envelope: what the session remembers; tested: what exit 3 is tested on, None where its numbers
-    are not known; unknown: headers that cannot be told."""
+    """What a writer got. tested: what exit 3 is tested on, None where its numbers are not known; unknown: headers that
+    cannot be told."""
 
-    envelope: Envelope | None
+    envelope: Envelope
     tested: Envelope | None
     unknown: frozenset[str]
 
@@ -334,25 +395,23 @@ def _packed(named: Sequence[str] | None, kept: KeptWindow | None, session: Sessi
     named: ids of facts, None for those of the last ranking. kept: that ranking. facts: where the novelty of other facts
     comes from.
     """
+    depth = len(session.coverage)
     last = None if kept is None else kept.envelope()
     unknown = {GUARD_ACTIVATIONS, COVERAGE_SCORE} if last is None else set()
     if named is None:
-        return _Packed(last, last, frozenset(unknown))
+        return _Packed(packed_envelope((), None, depth) if last is None else last, last, frozenset(unknown))
     ids = list(dict.fromkeys(named))
     ranked = set() if last is None else set(last.ranking.ids)
     others = [id for id in ids if id not in ranked]
     novelty = _novelty(others, session, facts)
-    envelope = packed_envelope(ids, last, len(session.coverage), novelty)
     if len(others) < len(ids) or novelty:
         unknown -= {COVERAGE_SCORE}
     elif ids:
         unknown |= {COVERAGE_SCORE}
-    if last is None:
-        tested = None
-    elif session.calibrated is not None:  # which asks how many of all ranked facts are new
-        tested = last
-    else:
-        tested = None if others or (ranked and not ids) else envelope
+    envelope = packed_envelope(ids, last, depth, novelty)
+    tested = last  # the calibrated mode asks how many of all ranked facts are new
+    if session.calibrated is None:
+        tested = None if last is None or others or (ranked and not ids) else envelope
     return _Packed(envelope, tested, frozenset(unknown))
 
 
@@ -374,7 +433,7 @@ async def _word_count(call: Call, entry: Entry, output: str, **options: Any) -> 
     if call.service.embedder_for(call.tenant) is None:
         await call.thread(count.by_words_steps(output))
         return count
-    if entry.thresholds is None:
+    if entry.thresholds is None or len(entry.thresholds) < len(count.sub_queries):  # it was extended
         entry.thresholds = await call.thread(threshold_steps(call.tenant.facts.facts, count.sub_queries))
     thresholds, candidates = entry.thresholds, sentence_candidates(output)
     while sentences := await call.thread(_sentence_steps(candidates)):
@@ -447,13 +506,15 @@ def session_body(id: str, session: Session) -> schema.SessionBody:
         packed=len(state.packed),
         ngrams=None if state.guard is None else len(state.guard),
         anchor=session.anchor(),
+        exit=exit_body(session.exit()),
     )
 
 
 def session_settings(session: Session) -> schema.SessionSettings:
     """What a session was made with; null for what its mode does not have."""
-    names = [*OF_MODE["spec"]] if session.calibrated is None else []
-    values = {name: getattr(session, name) for name in ("mode", "max_windows", "completion_threshold", *names)}
+    every = ("mode", "max_windows", "completion_threshold", "residual_depth", "keep_outputs")
+    names = OF_MODE["spec"] if session.calibrated is None else ()
+    values = {name: getattr(session, name) for name in (*every, *names)}
     parts = {} if session.calibrated is None else asdict(session.calibrated)
     return schema.SessionSettings(**values, **parts)
 

@@ -82,7 +82,8 @@ def size_of_session(session: Session, answers: dict[str, Done]) -> int:
         words = sum(90 + getsizeof(word) for word, _ in state.feedback.words or ())
         feedback = direction + words + sum(8 + getsizeof(id) for id in state.feedback.fact_ids)
     packed = sum(map(getsizeof, state.packed)) + 100 * len(state.packed)
-    changing = packed + 200 * len(state.coverage) + 100 * len(state.words) + guard + feedback
+    outputs = sum(map(getsizeof, state.outputs))
+    changing = packed + outputs + 200 * len(state.coverage) + 100 * len(state.words) + guard + feedback
     kept = sum(getsizeof(key) + done.nbytes for key, done in answers.items())
     return 2000 + vectors + texts + changing + kept
 

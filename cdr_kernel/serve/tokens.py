@@ -21,6 +21,8 @@ from cdr_kernel.serve.idempotency import Done
 _PURPOSE = b"cdr-kernel session token 1\0"
 CARRIED_ANSWERS = 4
 """Answers of updates that a token carries, the last ones."""
+CARRIED_BYTES = 128 << 10
+"""What these may take together, so that the token is one that `resume` takes: one with a whole text is left out."""
 
 
 class Payload(msgspec.Struct, frozen=True):
@@ -33,6 +35,16 @@ class Payload(msgspec.Struct, frozen=True):
     blacklist: str | None
     answers: dict[str, Done]
     expires: int
+
+
+def carried(answers: dict[str, Done]) -> dict[str, Done]:
+    """The last answers, as many as a token carries."""
+    left, found = CARRIED_BYTES, {}
+    for key, done in reversed(list(answers.items())[-CARRIED_ANSWERS:]):
+        if done.nbytes <= left:
+            left -= done.nbytes
+            found[key] = done
+    return dict(reversed(found.items()))
 
 
 class Signer:
