@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+import time
 from sys import getsizeof
 
 import numpy as np
@@ -335,7 +336,10 @@ def test_what_is_refused_leaves_nothing_behind(folder):
             gc.disable()
             try:
                 assert send(client, sid).status_code in (413, 422)
-                assert [each for each in gc.get_objects() if type(each) is Refusal] == []
+                until = time.monotonic() + 5  # the thread that answered may still be leaving its frames
+                while any(type(each) is Refusal for each in gc.get_objects()):
+                    assert time.monotonic() < until
+                    time.sleep(0.02)
             finally:
                 gc.enable()
 
