@@ -59,6 +59,19 @@ def serve(
         str | None,
         typer.Option(metavar="SECRET", envvar="CDR_SERVE_HASH_KEY", help="The hash_key that the store was made with."),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A further name that requests may have in Host; several: once each."),
+    ] = None,
+    max_connections: Annotated[
+        int | None, typer.Option(min=1, help="Connections at once; else what the process may open leaves room for.")
+    ] = None,
+    header_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for the head of a request.")] = 10.0,
+    keep_alive: Annotated[float, typer.Option(min=0.001, help="Seconds that an idle connection stays.")] = 65.0,
+    max_names: Annotated[int, typer.Option(min=1, help="Ids, names and values that one request may list.")] = 10_000,
+    max_names_mb: Annotated[float, typer.Option(min=0.001, help="Their size, MiB.")] = 1.0,
+    max_facts: Annotated[int, typer.Option(min=1, help="Facts that one request may add.")] = 10_000,
+    max_attributes: Annotated[int, typer.Option(min=1, help="Names of attributes in one store.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests of a tenant at once; more get 429.")] = 128,
     max_batch: Annotated[int, typer.Option(min=1, help="Ranks that are made together.")] = 8,
     rank_threads: Annotated[int, typer.Option(min=1, help="Batches that are made at a time.")] = 2,
@@ -117,6 +130,7 @@ def serve(
     from cdr_kernel.serve import serve as run_server
 
     sizes = {
+        "--max-names-mb": max_names_mb,
         "--max-body-mb": max_body_mb,
         "--max-answer-mb": max_answer_mb,
         "--request-mb": request_mb,
@@ -163,6 +177,14 @@ def serve(
         hash_key=None if hash_key is None else hash_key.encode(),
         embed=embed,
         redis=redis,
+        allowed_hosts=tuple(allowed_host or ()),
+        max_connections=max_connections,
+        header_timeout_s=header_timeout,
+        keep_alive_s=keep_alive,
+        max_names=max_names,
+        max_names_bytes=round(max_names_mb * 2**20),
+        max_facts=max_facts,
+        max_attributes=max_attributes,
         max_body=round(max_body_mb * 2**20),
         max_answer=round(max_answer_mb * 2**20),
         request_bytes=round(request_mb * 2**20),

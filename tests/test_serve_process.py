@@ -224,7 +224,7 @@ def wait_until_in_flight(process, requests, seconds=60.0):
             time.sleep(0.01)
 
 
-HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{}\r\n\r\n"
+HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{}\r\n\r\n"
 
 
 def post(path, body, sent=None):
@@ -263,7 +263,7 @@ def test_bodies_that_never_end_do_not_hold_it(store):
 def test_many_who_connect_at_once_are_answered(store):
     process = Process(store, "--no-access-log", "--drain", "0")
     process.event("ready")
-    asked = [Raw(process, b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") for _ in range(300)]
+    asked = [Raw(process, b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n") for _ in range(300)]
     assert {each.rest()[:15] for each in asked} == {b"HTTP/1.1 200 OK"}
     process.tell(signal.SIGTERM)
     assert process.end() == 0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from time import perf_counter
 from typing import Any, TypeAlias
 
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.budget import Held
-from cdr_kernel.serve.errors import ErrorBody, Refusal, internal, overloaded, unavailable
+from cdr_kernel.serve.errors import ErrorBody, Refusal, internal, misdirected, overloaded, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, bearer
 from cdr_kernel.serve.logs import fault, lost, request_line, unread
 from cdr_kernel.serve.service import DRAINING, LOADING, READY, Service, Tenant
 from cdr_kernel.serve.sessions import new_id
+from cdr_kernel.serve.settings import host_name
 from cdr_kernel.serve.writer import Writer
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -81,13 +82,17 @@ class Door:
         service.accepted += 1
         service.metrics.in_flight.inc()
         try:
+            if service.hosts is not None:
+                named = [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == b"host"]
+                if len(named) != 1 or host_name(named[0]) not in service.hosts:
+                    await self._turn_away(misdirected(named, service.hosts), state, headers, respond)
+                    return 421
             path = scope["path"].removeprefix(scope.get("root_path", ""))  # a proxy may have put it under a prefix
             if path == "/v1" or path.startswith("/v1/"):
                 try:
                     tenant = self._admitted(headers.get(b"authorization"))
                 except Refusal as refusal:
-                    service.metrics.rejected.labels(refusal.detail.code).inc()
-                    await refuse(refusal, state["request_id"], headers.get(b"accept", b""), respond)
+                    await self._turn_away(refusal, state, headers, respond)
                     return refusal.status
                 tenant.in_flight += 1
                 state["tenant"], state["held"] = tenant, Held(tenant.requests, tenant.answers)
@@ -125,6 +130,10 @@ class Door:
                     bytes_out=sent,
                 )
         return status
+
+    async def _turn_away(self, refusal: Refusal, state: Any, headers: Mapping[bytes, str], respond: Send) -> None:
+        self._service.metrics.rejected.labels(refusal.detail.code).inc()
+        await refuse(refusal, state["request_id"], headers.get(b"accept", b""), respond)
 
     def _admitted(self, authorization: str | None) -> Tenant:
         service, name = self._service, DEFAULT_TENANT

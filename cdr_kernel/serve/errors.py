@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import msgspec
@@ -124,6 +125,14 @@ def too_large_answer(most: int, size: int | None = None, field: str = "the answe
     """An answer that would be too large. field: what of the request makes it so; size: None where it is not known."""
     expected = f"what makes an answer of at most {most} bytes (--max-answer-mb): ask for less at a time"
     return invalid(field, expected, f"{'more' if size is None else size} bytes", status=413, code="too_large")
+
+
+def misdirected(named: list[str], hosts: Collection[str]) -> Refusal:
+    """A request for a host that this server is not: perhaps of a page in a browser, under a name of its own."""
+    expected = f"one of {', '.join(sorted(hosts))} (--allowed-host names others)"
+    got = ", ".join(named)[:100] or "none"
+    message = f"Host: expected {expected}, got {got}"
+    return Refusal(421, "misdirected", message, field="Host", expected=expected, got=got)
 
 
 def late() -> Refusal:

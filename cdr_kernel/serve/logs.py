@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import sys
 import time
 import traceback
@@ -26,6 +27,26 @@ def to_stderr() -> None:
 def event(name: str, level: int = logging.INFO, **fields: Any) -> None:
     """Log an event with its fields."""
     logging.getLogger(NAME).log(level, name, extra={"fields": fields})
+
+
+class Seldom:
+    """Log lines of what may happen thousands of times a second: one for each name in `period_s` seconds.
+
+    A line says how often it has happened since the line before (`count`).
+    """
+
+    def __init__(self, period_s: float = 10.0) -> None:
+        self._period_s = period_s
+        self._last: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def event(self, name: str, what: str, level: int = logging.WARNING, **fields: Any) -> None:
+        """Log an event unless its last line is too new. what: tells it from others of the same name."""
+        now = time.monotonic()
+        self._counts[what] = self._counts.get(what, 0) + 1
+        if now - self._last.get(what, -math.inf) >= self._period_s:
+            event(name, level, what=what, count=self._counts.pop(what), **fields)
+            self._last[what] = now
 
 
 def request_line(**fields: Any) -> None:

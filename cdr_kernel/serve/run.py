@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import logging
 import os
 import signal
@@ -26,16 +28,16 @@ import uvicorn
 
 from cdr_kernel.serve import logs
 from cdr_kernel.serve.app import build
-from cdr_kernel.serve.connections import Connection
+from cdr_kernel.serve.connections import Acceptor, Book, Connection, Limits
 from cdr_kernel.serve.service import CLOSE_S, DRAINING, READY, Service
 from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.turns import THREADS, where
 
 BACKLOG = 2048
-ACCEPTS = 32
-"""Handles on the listening socket. libuv takes one connection a handle in each turn of the loop, and a turn may wait
-for the threads that rank: with one handle, those who connect in an overload wait where nobody turns them away."""
-KEEP_ALIVE_S = 65
+SPARE_FILES = 64
+FILES_OF_A_TENANT = 16
+"""Descriptors that are left for other files than connections, beside those that are open at the start."""
+MOST_CONNECTIONS = 65_536
 GRACE_S = 1.0
 """How long a body may still come once the port is closed; at most half of what stopping has."""
 SEND_BUFFER = 1 << 18
@@ -48,15 +50,35 @@ SWITCH_S = 0.0005
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals that drain."""
+    """uvicorn, with signals that drain, and connections that are taken many at a time."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, listener: socket.socket, book: Book) -> None:
         super().__init__(config)
         self._service = service
+        self._listener = listener
+        self._book = book
         self._told = 0
         self._drain: asyncio.Task[None] | None = None
         self._watched = False
         self.ended = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but that it does not listen by itself."""
+        if os.name == "nt":  # whose event loop cannot wait for a socket to be readable
+            await super().startup(sockets=[self._listener])
+            return
+        await super().startup(sockets=[])
+        if not self.should_exit:
+            self.servers.append(Acceptor(self._listener, self._connection, self._exhausted))  # type: ignore[arg-type]  # it has what uvicorn asks of one
+
+    def _connection(self) -> asyncio.Protocol:
+        return Connection(self._book, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    def _exhausted(self, error: OSError) -> None:
+        what = "no connection could be taken: the process or the machine has no descriptor or memory left for one"
+        name = errno.errorcode.get(error.errno or 0, "OSError")
+        self._service.seldom.event("fault", what, logging.ERROR, error=name, message=error.strerror)
+        self._book.make_room()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -125,24 +147,15 @@ def run(settings: Settings) -> int:
     sys.setswitchinterval(SWITCH_S)
     app = build(settings, failed=failed)
     service: Service = app.state.service
+    service.hosts = settings.hosts
     if settings.token_key is None:
         logs.event("warning", logging.WARNING, what="no token key: session tokens end with this process")
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_grace(settings),
-        http=Connection,
-        backlog=BACKLOG,
-    )
-    server = _Server(config, service)
     with _listening(settings.host, settings.port) as listener:
+        book = Book(_limits(settings, service), functools.partial(_report, service))
+        server = _Server(_config(app, settings, book), service, listener, book)
         host, port = listener.getsockname()[:2]
         logs.event("listening", host=host, port=port)
-        server.run(sockets=[listener, *(listener.dup() for _ in range(ACCEPTS - 1))])
+        server.run()
     server.ended.set()
     lost = service.accepted - service.completed - service.unread
     if service.cut_off:
@@ -153,6 +166,53 @@ def run(settings: Settings) -> int:
     if problems:
         raise problems[0]
     return 0 if lost == 0 else 1
+
+
+def _config(app: Any, settings: Settings, book: Book) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=functools.partial(Connection, book),  # type: ignore[arg-type]  # it makes one
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # seconds of any kind
+        timeout_graceful_shutdown=_grace(settings),
+        backlog=BACKLOG,
+    )
+
+
+def _limits(settings: Settings, service: Service) -> Limits:
+    most = settings.max_connections
+    return Limits(
+        connections=most_connections(len(service.folders())) if most is None else most,
+        header_timeout_s=settings.header_timeout_s,
+        head_bytes=settings.max_head,
+        headers=settings.max_headers,
+    )
+
+
+def most_connections(tenants: int) -> int:
+    """How many connections a process has descriptors for, beside those that are open and those that stores need."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return MOST_CONNECTIONS
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    try:
+        taken = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        taken = 32
+    return max(8, min(MOST_CONNECTIONS, files - taken - SPARE_FILES - FILES_OF_A_TENANT * tenants))
+
+
+def _report(service: Service, code: str) -> None:
+    """Count a connection that was ended, and say so every now and then."""
+    service.metrics.rejected.labels(code).inc()
+    service.seldom.event("connection_ended", code)
 
 
 def _grace(settings: Settings) -> int:

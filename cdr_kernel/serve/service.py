@@ -20,7 +20,7 @@ from cdr_kernel.serve.budget import Budget, Held
 from cdr_kernel.serve.embedding import Embedding
 from cdr_kernel.serve.errors import Refusal, invalid, late, refuse, too_large_answer, unavailable
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
-from cdr_kernel.serve.logs import fault
+from cdr_kernel.serve.logs import Seldom, fault
 from cdr_kernel.serve.metrics import Metrics
 from cdr_kernel.serve.redis_sessions import Redis
 from cdr_kernel.serve.sessions import LocalSessions, Sessions
@@ -181,6 +181,8 @@ class Service:
         self.token_key = settings.token_key or secrets.token_bytes(32)
         self.shared: Redis | None = None if settings.redis is None else Redis(settings.redis)
         self.stopping = False
+        self.hosts = settings.hosts if settings.allowed_hosts else None
+        self.seldom = Seldom()
         self.accepted = self.completed = self.cut_off = self.unread = 0
         self._read_until = float("inf")
         self._reading: set[asyncio.Timeout] = set()

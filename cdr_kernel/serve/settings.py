@@ -17,6 +17,7 @@ from cdr_kernel.session import Session
 from cdr_kernel.task import Calibrated, SubQuery
 
 LOOPBACK_NAMES = ("localhost",)
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 MIB = 1 << 20
 
 
@@ -27,6 +28,8 @@ class Settings:
     store: the folder of a store; with keys of several tenants, a folder with one store per tenant, named like it (one
     tenant may have either).
     host, port: where to listen. Another address than loopback needs keys, or open_to_all.
+    allowed_hosts: further names that a request may have in its Host header. Without keys a server on loopback is asked
+    by its own names alone, so that no page in a browser can reach it under a name of its own (`hosts`).
     keys: file of bearer keys (see `keys.Keys`); None serves everyone as the tenant "default".
     metrics_key: the key that /metrics asks for where there are keys. Without one, /metrics is then closed.
     token_key: signs session tokens, at least 32 bytes; replicas that resume each other's need the same. None makes one
@@ -35,6 +38,12 @@ class Settings:
     embed: a sentence-transformers model for texts that come without a vector: the store's own.
     redis: URL of a Redis for sessions that replicas share.
 
+    max_connections: connections at once; None leaves room for other files in what the process may open (RLIMIT_NOFILE).
+    header_timeout_s: seconds for the head of a request. max_head, max_headers: bytes and fields of one. keep_alive_s:
+    seconds that a connection stays without a request.
+    max_names, max_names_bytes: ids, names and values that one request may list (where, multiplier, packed, ids, report,
+    documents), and their bytes. max_facts: facts that one request may add. max_attributes: names of attributes in one
+    store.
     max_body: bytes of a request. max_answer: bytes of an answer. request_bytes: bodies of one tenant that are held at
     once; answer_bytes: answers of one tenant that their readers have not taken yet. send_timeout_s: seconds that a
     client has to take 64 KiB of an answer, and the whole with a second more for each 128 KiB.
@@ -61,11 +70,21 @@ class Settings:
     port: int = 8080
     keys: Path | None = None
     open_to_all: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     metrics_key: str | None = field(default=None, repr=False)
     token_key: bytes | None = field(default=None, repr=False)
     hash_key: HashKey | None = field(default=None, repr=False)
     embed: str | None = None
     redis: str | None = field(default=None, repr=False)
+    max_connections: int | None = None
+    header_timeout_s: float = 10.0
+    max_head: int = 32_768
+    max_headers: int = 100
+    keep_alive_s: float = 65.0
+    max_names: int = 10_000
+    max_names_bytes: int = MIB
+    max_facts: int = 10_000
+    max_attributes: int = 64
     max_body: int = 16 * MIB
     max_answer: int = 64 * MIB
     request_bytes: int = 256 * MIB
@@ -97,16 +116,19 @@ class Settings:
         object.__setattr__(self, "store", Path(self.store))
         if self.keys is not None:
             object.__setattr__(self, "keys", Path(self.keys))
-        least: dict[str, float] = {"port": 0, "drain_s": 0.0, "stop_s": 0.0, "row_cache_bytes": 0}
-        least |= dict.fromkeys(("max_body", "max_answer", "request_bytes", "answer_bytes"), 1024)
+        object.__setattr__(self, "allowed_hosts", _host_names(self.allowed_hosts))
+        least: dict[str, float] = {"port": 0, "drain_s": 0.0, "stop_s": 0.0, "row_cache_bytes": 0, "max_headers": 8}
+        sizes = ("max_body", "max_answer", "request_bytes", "answer_bytes", "max_head", "max_names_bytes")
+        least |= dict.fromkeys(sizes, 1024)
         for item in fields(self):
             value: Any = getattr(self, item.name)
-            if item.type not in ("int", "float"):
+            kind = item.type if value is None else str(item.type).removesuffix(" | None")
+            if kind not in ("int", "float"):
                 continue
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole and not (item.type == "float" and isinstance(value, float)):
-                raise TypeError(f"{item.name}: expected {item.type}, got {value!r}")
-            low = least.get(item.name, 1 if item.type == "int" else 0.001)
+            if not whole and not (kind == "float" and isinstance(value, float)):
+                raise TypeError(f"{item.name}: expected {kind}, got {value!r}")
+            low = least.get(item.name, 1 if kind == "int" else 0.001)
             if not low <= value < float("inf"):
                 raise ValueError(f"{item.name}: expected a finite number, at least {low:g}, got {value!r}")
         if self.request_bytes < self.max_body:
@@ -131,6 +153,33 @@ class Settings:
                 f"host: {self.host} can be reached from elsewhere: expected --keys, or --open-to-all where everyone "
                 "who reaches it may read and change everything"
             )
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """The names that a request may have in its Host header, in lower case; None for any."""
+        open_on_loopback = self.keys is None and not self.open_to_all
+        if not open_on_loopback and not self.allowed_hosts:
+            return None
+        own = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
+        return frozenset((*LOOPBACK_HOSTS, own.lower(), *self.allowed_hosts))
+
+
+def host_name(header: str) -> str:
+    """The name of a Host header, without the port, in lower case."""
+    text = header.strip().lower()
+    name, bracket, _ = text.partition("]")
+    return name + bracket if text.startswith("[") else text.partition(":")[0].removesuffix(".")
+
+
+def _host_names(given: Any) -> tuple[str, ...]:
+    if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"allowed_hosts: expected several names, got {given!r}")
+    for name in given:
+        if not name or host_name(name) != name.lower():
+            raise ValueError(
+                f"allowed_hosts: expected a name without a port, [::1] for an address of IPv6, got {name!r}"
+            )
+    return tuple(name.lower() for name in given)
 
 
 OF_MODE: dict[str, frozenset[str]] = {
