@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from time import monotonic
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 import cdr_kernel
 from cdr_kernel.serve import schema
@@ -21,6 +23,7 @@ from cdr_kernel.serve.errors import ErrorBody, ErrorDetail, Refusal, invalid, of
 from cdr_kernel.serve.idempotency import HEADER as IDEMPOTENCY_KEY
 from cdr_kernel.serve.idempotency import check_key, digest_of
 from cdr_kernel.serve.keys import bearer, same
+from cdr_kernel.serve.limits import check_lists
 from cdr_kernel.serve.logs import event
 from cdr_kernel.serve.logs import failed as log_failed
 from cdr_kernel.serve.metrics import CONTENT_TYPE
@@ -82,6 +85,9 @@ def build(
         "/openapi.json": _openapi(described),
     }.items():
         app.router.add_route(path, _named(service, path[1:], process), methods=["GET"], include_in_schema=False)
+    for route in app.router.routes:  # of Starlette, whose patterns end before a last newline
+        assert isinstance(route, Route)
+        route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z", re.DOTALL)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Door, service=service)
     return app
@@ -128,6 +134,7 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
                 else:
                     await call.thread(decode)
             del raw, decode  # the struct has it all
+            check_lists(call.body, service.settings)
             call.check_deadline()
             answer = await operation.run(call)
             if answer.encoded is None:

@@ -10,6 +10,7 @@ import msgspec
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.errors import not_found, quarantined
 from cdr_kernel.serve.idempotency import LARGEST_BODY, Done, replayed
+from cdr_kernel.serve.limits import check_attributes
 from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.stores import Facts
 
@@ -27,6 +28,7 @@ async def upsert_facts(call: Call) -> Answer:
 async def _put(call: Call, put: Callable[..., Any]) -> Answer:
     tenant, body = call.tenant, call.body
     tenant.check_model(body.embedding_model)
+    check_attributes(body.facts, tenant.facts.facts.view().attribute_names, call.service.settings)
     bare = [i for i, fact in enumerate(body.facts) if fact.embedding is None]
     made: Any = await call.embed([body.facts[i].text for i in bare], f"facts[{bare[0]}].embedding") if bare else []
     given = dict(zip(bare, (row.astype("<f4").tobytes() for row in made), strict=True))

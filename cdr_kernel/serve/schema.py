@@ -6,6 +6,7 @@ back as the float64 they are, to the last bit in both formats.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -535,8 +536,23 @@ def checked_media(content_type: str | None) -> str:
 
 
 def wants_msgpack(accept: str | None) -> bool:
-    """Whether an Accept header names msgpack."""
-    return accept is not None and MSGPACK in accept.lower()
+    """Whether an Accept header names msgpack, with a quality that is not below JSON's (RFC 9110, 12.5.1)."""
+    if accept is None or MSGPACK not in accept.lower():
+        return False
+    qualities: dict[str, float] = {}
+    for item in accept.lower().split(","):
+        media, *parameters = (part.strip() for part in item.split(";"))
+        given = [
+            value.strip() for name, _, value in (each.partition("=") for each in parameters) if name.strip() == "q"
+        ]
+        qualities[media] = _quality(given[0]) if given else 1.0
+    json = next((qualities[media] for media in (JSON, "application/*", "*/*") if media in qualities), 0.0)
+    return qualities.get(MSGPACK, 0.0) >= max(json, 0.001)
+
+
+def _quality(text: str) -> float:
+    """The number of a quality value (RFC 9110, 12.4.2); 0 for what is none."""
+    return float(text) if re.fullmatch(r"0(\.\d{0,3})?|1(\.0{0,3})?", text) else 0.0
 
 
 def encode(value: Any, msgpack: bool) -> tuple[bytes, str]:

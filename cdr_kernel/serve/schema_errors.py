@@ -34,6 +34,7 @@ _TYPES = {
 }
 _SIGNS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _SHOWN = 40
+_NAME = 100
 
 
 def of_schema(error: msgspec.DecodeError, kind: type[Any], body: Callable[[], Any]) -> Refusal:
@@ -48,7 +49,8 @@ def of_schema(error: msgspec.DecodeError, kind: type[Any], body: Callable[[], An
     what, field = found["what"], found["field"] or None
     named = _FIELD.match(what)
     if named is not None:
-        field = f"{field}.{named['name']}" if field else named["name"]
+        name = named["name"] if len(named["name"]) <= _NAME else named["name"][:_NAME] + "..."
+        field = f"{field}.{name}" if field else name
         missing = named["how"].startswith("missing")
         told, expected, got = (
             ("is missing", "this field", "nothing") if missing else ("is not a field here", "no such field", "it")
