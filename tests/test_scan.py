@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 
 from cdr_kernel import _C, Columns, DamagedFileError, FactStore
 from cdr_kernel import scan as scan_module
+from cdr_kernel.columns import coverage_centroid
 from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.scan import ScanIndex
 
 FUZZ = settings(
     derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example]
 )
+EXAMPLES = int(os.environ.get("CDR_LAW_EXAMPLES", "20000"))
 ROWS = ("spread", "clustered", "last", "huge", "duplicates", "sparse", "near", "tiny")
 ROTATIONS = ("pca", "random", "gaussian", "zero", "large", "identity")
 
@@ -95,6 +99,16 @@ def make_columns(r, dim, gates, *, residuals=0, coverage=False, settings_off=Fal
     )  # fmt: skip
 
 
+def covered(r, dim, count):
+    """The coverage of so many entries of six vectors, half of them the opposites of the others: little is left of it.
+    None where the depths cover nothing."""
+    vectors = r.standard_normal((6, dim))
+    vectors[3:] = -vectors[:3]
+    which = np.arange(count) % 6 if r.random() < 0.5 else np.sort(r.integers(0, 6, count))
+    depths = np.geomspace(1.0, 1e-300, count) if r.random() < 0.5 else np.full(count, r.choice([0.15, 0.9, 5e-324]))
+    return coverage_centroid(vectors[which], depths)
+
+
 def exact(view, columns, rows=None):
     return _C.gate_rows(view.blocks, view.squared_norms, columns.compiled, rows, view.alive)
 
@@ -155,7 +169,7 @@ def aimed(r, view, index):
     return Columns.spec(error, min_relevance=value - 1e-12)
 
 
-def fuzz(seed, n, dim, kind, dtype, rotation, gates, residuals, settings_off, coded, share_of_rho=1.0):
+def fuzz(seed, n, dim, kind, dtype, rotation, gates, residuals, settings_off, coded, entries=0, share_of_rho=1.0):
     r = np.random.default_rng(seed)
     query = r.standard_normal(dim)
     x = make_rows(kind, n, dim, r, query)
@@ -168,6 +182,8 @@ def fuzz(seed, n, dim, kind, dtype, rotation, gates, residuals, settings_off, co
     store.remove([ids[i] for i in np.flatnonzero(r.random(n) < 0.05)])
     view = store.view()
     columns = make_columns(r, dim, gates, residuals=residuals, coverage=True, settings_off=settings_off, like=x)
+    if entries:
+        columns = replace(columns, coverage=covered(r, dim, entries))
     several = [columns, make_columns(r, dim, 1), make_columns(r, dim, 1, residuals=1)]
     if n:
         several.append(at_an_occurring_value(r, view, columns))
@@ -181,6 +197,8 @@ def fuzz(seed, n, dim, kind, dtype, rotation, gates, residuals, settings_off, co
     rows = expected[0]
     given = tuple(np.ascontiguousarray(f[rows]) for f in factors)
     k = int(r.integers(0, 40))
+    some = view.select(r.random(len(view)) < r.choice([0.02, 0.5]))
+    expected_of_some = [exact(some, c) for c in several]
     for level in _C.simd_levels():
         _C.set_simd(level)
         for threads in (1, 2, 7):
@@ -191,6 +209,9 @@ def fuzz(seed, n, dim, kind, dtype, rotation, gates, residuals, settings_off, co
                 assert np.array_equal(found, want)
             check_top(index, view, columns, rows, k, given)
             check_top(index, view, columns, None, k, factors)
+            for found, want in zip(index.candidates_each(several, some), expected_of_some, strict=True):
+                assert np.array_equal(found, want)
+            check_top(index, some, columns, None, k, factors)
     old = view
     index.extend(view)
     assert index.rows == view.rows
@@ -212,6 +233,7 @@ CASES = {
     "residuals": st.integers(0, 14),
     "settings_off": st.booleans(),
     "coded": st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.0]),
+    "entries": st.sampled_from([0, 0, 0, 0, 0, 0, 20, 1000, 10_000]),
 }
 
 
@@ -222,9 +244,9 @@ def test_it_finds_what_the_exact_routine_finds(**case):
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=2_000)
+@settings(FUZZ, max_examples=EXAMPLES)
 @given(**CASES)
-def test_it_finds_what_the_exact_routine_finds_2000(**case):
+def test_it_finds_what_the_exact_routine_finds_20_000_times(**case):
     fuzz(**case)
 
 
