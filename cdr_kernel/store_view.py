@@ -240,7 +240,12 @@ class StoreView:
         storage = self._storage
         storage.mapped_files.check()
         further = {name: column.values(at) for name, column in list(storage.attributes.items()) if name[0] != "_"}
-        facts = list(
+        attributes: list[dict[str, Value]] = [{} for _ in at]
+        for name, values in further.items():
+            for of_fact, value in zip(attributes, values, strict=True):
+                if value is not None:
+                    of_fact[name] = value
+        return list(
             map(
                 Fact,  # its fields in their order
                 storage.ids.at(at),
@@ -249,14 +254,9 @@ class StoreView:
                 (None if position == NO_POSITION else position for position in storage.positions.buffer[at].tolist()),
                 self.importance[at].tolist(),
                 self.sequence[at].tolist(),
+                attributes,
             )
         )
-        if not further:
-            return facts
-        return [
-            replace(fact, attributes={name: v for name, values in further.items() if (v := values[i]) is not None})
-            for i, fact in enumerate(facts)
-        ]
 
     def sources(self, rows: Iterable[int]) -> list[str | None]:
         """Sources of these rows."""
