@@ -94,7 +94,7 @@ def _wrong_in(row: Any, error: Exception) -> tuple[str, type[Exception]]:
     for j, value in enumerate(row if isinstance(row, list | tuple | np.ndarray) else ()):
         if isinstance(value, bool) or not isinstance(value, Real):
             return f"one with {type(value).__name__} at place {j}", TypeError
-    return type(row).__name__, type(error)
+    return f"an array of {row.dtype}" if isinstance(row, np.ndarray) else type(row).__name__, type(error)
 
 
 def _as_array(x: Any, ndim: int, name: str) -> npt.NDArray[Any]:
