@@ -19,6 +19,7 @@ import numpy as np
 
 from cdr_kernel.checks import check_integer, counted, few
 from cdr_kernel.constants import MIN_NOVELTY_FLOOR
+from cdr_kernel.packed import PackedContext
 from cdr_kernel.score import best_first
 from cdr_kernel.steps import finish
 from cdr_kernel.stored import sequences_of, text_of
@@ -43,7 +44,7 @@ def count_tokens_default(text: str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Envelope:
+class Envelope(PackedContext):
     """The facts of one window, best first, with their breakdown.
 
     ranking: the packed facts only; its counters (`qualified`, `guard_activations`, `coverage_depth`) are

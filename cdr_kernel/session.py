@@ -54,7 +54,7 @@ from cdr_kernel.constants import (
 )
 from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
-from cdr_kernel.pack import Envelope
+from cdr_kernel.packed import PackedContext
 from cdr_kernel.session_token import NumberedStore, SessionToken
 from cdr_kernel.steps import finish
 from cdr_kernel.store import EmbeddingModelMismatch
@@ -355,7 +355,7 @@ class Session:
         report: WindowReport,
         output: str,
         *,
-        envelope: Envelope | None = None,
+        envelope: PackedContext | None = None,
         packed: Sequence[str] | None = None,
         embedding_model: str | None = None,
     ) -> None:
@@ -380,7 +380,7 @@ class Session:
         report: WindowReport,
         output: str,
         *,
-        envelope: Envelope | None = None,
+        envelope: PackedContext | None = None,
         packed: Sequence[str] | None = None,
         embedding_model: str | None = None,
     ) -> Generator[None, None, None]:
@@ -428,7 +428,7 @@ class Session:
                 outputs=outputs,
             )
 
-    def exit(self, report: WindowReport | None = None, envelope: Envelope | None = None) -> Exit:
+    def exit(self, report: WindowReport | None = None, envelope: PackedContext | None = None) -> Exit:
         """§6: the four exits, tested on the session as it is now (R9 to R12, R15, R37).
 
         report, envelope: None takes what the session remembers of the last ones. Before the first report completion is
@@ -466,7 +466,7 @@ class Session:
             novelty_ratio=None if tested is None else tested.ratio,
         )
 
-    def before_window(self, envelope: Envelope) -> Exit:
+    def before_window(self, envelope: PackedContext) -> Exit:
         """The exits before a window is written, tested on its envelope (R32): what `exit(envelope=envelope)` says.
 
         Where one is true, the session has ended and remembers what exit 3 said of this envelope (R37).
@@ -767,7 +767,7 @@ class Session:
         depths, enough = _depths(coverage), self.residual_depth - EXIT_SLACK
         return tuple(item for item in self.sub_queries if depths.get(item.id, -1.0) < enough)
 
-    def _known_test(self, state: SessionState, envelope: Envelope | None) -> EnvelopeTest | None:
+    def _known_test(self, state: SessionState, envelope: PackedContext | None) -> EnvelopeTest | None:
         """What exit 3 says of this envelope, of the last one for None, None where there was none (R37).
 
         An envelope that is empty for another reason than the store says nothing (R39).
@@ -822,7 +822,7 @@ class Session:
         }
         return completeness, depths, words
 
-    def _exhaustion_detail(self, state: SessionState, envelope: Envelope, ratio: float | None) -> str:
+    def _exhaustion_detail(self, state: SessionState, envelope: PackedContext, ratio: float | None) -> str:
         """Why exit 3 is true (R12, R27)."""
         ranking = envelope.ranking
         if len(ranking) and self.calibrated is not None:
@@ -833,7 +833,7 @@ class Session:
             return f"the mean novelty ratio {ratio:.3f} is below {EXHAUSTION_RATIO}"
         return envelope.why_empty((self.exclude_packed or ranking.new_share is not None) and bool(state.packed))
 
-    def _warn_of_importance(self, envelope: Envelope) -> None:
+    def _warn_of_importance(self, envelope: PackedContext) -> None:
         """R11: once, when importance alone would end window 1 as if the store were exhausted."""
         importance = envelope.ranking.importance[envelope.ranking.relevance > 0.0]
         if self._warned or self.calibrated is not None or self.exhaustion != "score" or not len(importance):
@@ -956,6 +956,6 @@ def _checked_items(sub_queries: Iterable[SubQuery]) -> tuple[SubQuery, ...]:
 
 
 def _check_envelope(envelope: object) -> None:
-    if not isinstance(envelope, Envelope):
+    if not isinstance(envelope, PackedContext):
         advice = ": pack it first, as pack_facts(ranking, token_budget)" if type(envelope).__name__ == "Ranking" else ""
         raise TypeError(f"envelope: expected an Envelope, got {type(envelope).__name__}{advice}")
