@@ -232,7 +232,8 @@ def as_bytes(refusal: Refusal) -> bytes:
     body, media = schema.encode(ErrorBody(refusal.detail, new_id()), False)
     fields = {"content-type": media, "content-length": str(len(body)), "connection": "close", **refusal.headers}
     head = "".join(f"{name.lower()}: {value}\r\n" for name, value in fields.items())
-    return STATUS_LINE[refusal.status] + head.encode() + b"\r\n" + body
+    line: bytes = STATUS_LINE[refusal.status]
+    return line + head.encode() + b"\r\n" + body
 
 
 class Acceptor:

@@ -69,7 +69,8 @@ class _Server(uvicorn.Server):
             return
         await super().startup(sockets=[])
         if not self.should_exit:
-            self.servers.append(Acceptor(self._listener, self._connection, self._exhausted))  # type: ignore[arg-type]  # it has what uvicorn asks of one
+            acceptor: Any = Acceptor(self._listener, self._connection, self._exhausted)
+            self.servers.append(acceptor)  # it has what uvicorn asks of a server
 
     def _connection(self) -> asyncio.Protocol:
         return Connection(self._book, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
@@ -169,15 +170,17 @@ def run(settings: Settings) -> int:
 
 
 def _config(app: Any, settings: Settings, book: Book) -> uvicorn.Config:
+    protocol: Any = functools.partial(Connection, book)
+    keep_alive: Any = settings.keep_alive_s  # uvicorn's hint says int
     return uvicorn.Config(
         app,
-        http=functools.partial(Connection, book),  # type: ignore[arg-type]  # it makes one
+        http=protocol,
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # seconds of any kind
+        timeout_keep_alive=keep_alive,
         timeout_graceful_shutdown=_grace(settings),
         backlog=BACKLOG,
     )
