@@ -15,6 +15,7 @@ from cdr_kernel.cli_inputs import make_source
 from cdr_kernel.cli_options import AsJson
 from cdr_kernel.files import check_output, facts_on_disk
 from cdr_kernel.index import FactFile
+from cdr_kernel.moments import GRACE
 from cdr_kernel.terminal import Progress, cell, new_table, print_json, show
 
 if TYPE_CHECKING:
@@ -173,12 +174,18 @@ def expire(
     at: Annotated[
         datetime | None, typer.Option("--at", help="Local time to take for the present (the present).")
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds between two calls that both must find a fact past its time; 0: this one."),
+    ] = GRACE,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the facts whose time is past."""
+    """Withhold the facts whose time is past, and delete those of which an earlier call found that too."""
     with _opened(store) as opened:
-        count = opened.expire(None if at is None else at.astimezone())
-        _told(opened, as_json, f"{counted(count, 'fact')} expired", expired=count)
+        deleted = opened.expire(None if at is None else at.astimezone(), grace=grace)
+        withheld = len(opened.facts.withheld)
+        what = f"{counted(deleted, 'fact')} deleted, {counted(withheld, 'fact')} withheld"
+        _told(opened, as_json, what, deleted=deleted, withheld=withheld)
 
 
 def _opened(path: Path, embedding_model: str | None = None) -> DurableStore:

@@ -10,16 +10,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from cdr_kernel.arrays import Int64
 from cdr_kernel.checks import few
 from cdr_kernel.lance_record import LIVE, QUARANTINED
 from cdr_kernel.moments import EXPIRES
 from cdr_kernel.record_rows import from_rows, restated, to_rows
 from cdr_kernel.replica import Replica
-from cdr_kernel.store import Added, Checked
+from cdr_kernel.store import Added, Checked, FactStore
 
 
 def put(replica: Replica, found: Checked, *, replace: bool) -> Added:
-    """Put facts in, in place of those of the same ids where `replace`; what is quarantined stays so."""
+    """Put facts in, in place of those of the same ids where `replace`; what is quarantined stays so.
+
+    A fact that is past its time is replaced in either case.
+    """
     facts, held, record = replica.facts, replica.held, replica.record
     there = [i for i in found.ids if i in facts or i in held]
     if there and not replace:
@@ -36,7 +40,7 @@ def put(replica: Replica, found: Checked, *, replace: bool) -> Added:
     sequence = np.arange(replica.next_sequence, following)
     found = found._replace(first_sequence=facts._first_numbers(found.ids, sequence))
     statuses = [held.get(i) for i in found.ids]
-    old_rows = facts.rows_of([i for i in found.ids if i in facts])
+    old_rows = _rows_of(facts, found.ids)
     old = [*facts.view().sequence[old_rows].tolist(), *(s[0] for s in statuses if s is not None)]
     table = to_rows(record.schema, found, sequence, [None if s is None else (s[1] or "") for s in statuses])
     made = record.commit(table, np.array(old, np.int64))
@@ -51,10 +55,10 @@ def put(replica: Replica, found: Checked, *, replace: bool) -> Added:
 
 
 def remove(replica: Replica, ids: Sequence[str], *, missing: str) -> int:
-    """Delete facts, quarantined ones included; returns how many."""
+    """Delete facts, quarantined ones and those past their time included; returns how many."""
     facts, held = replica.facts, replica.held
-    _check_known(ids, lambda i: i in facts or i in held, missing)
-    rows = facts.rows_of([i for i in ids if i in facts])
+    _check_known(ids, lambda i: i in facts or i in held or i in facts.withheld, missing)
+    rows = _rows_of(facts, ids)
     out = [*facts.view().sequence[rows].tolist(), *(held[i][0] for i in ids if i in held)]
     if out:
         made = replica.record.commit(None, np.array(out, np.int64))
@@ -65,10 +69,10 @@ def remove(replica: Replica, ids: Sequence[str], *, missing: str) -> int:
 def quarantine(replica: Replica, ids: Sequence[str], reason: str | None) -> int:
     """Take facts out of rankings, or give quarantined ones a new reason; returns how many."""
     facts, held, record = replica.facts, replica.held, replica.record
-    _check_known(ids, lambda i: i in facts or i in held)
+    _check_known(ids, lambda i: i in facts or i in held or i in facts.withheld)
     if ids:
-        live = [i for i in ids if i in facts]
-        rows = facts.rows_of(live)
+        live = [i for i in ids if i in facts or i in facts.withheld]
+        rows = _rows_of(facts, live)
         view = facts.view()
         numbers = zip(view.sequence[rows].tolist(), view.first_sequence[rows].tolist(), strict=True)
         given = {i: (number, reason, first) for i, (number, first) in zip(live, numbers, strict=True)}
@@ -94,15 +98,24 @@ def release(replica: Replica, ids: Sequence[str]) -> int:
 
 
 def expire(replica: Replica, moment: int) -> int:
-    """Delete what expires at this moment (microseconds since 1970) or before; returns how many."""
+    """Delete what expires at this moment (microseconds since 1970) or before, withheld or not; returns how many."""
     table = replica.record.read(["sequence", "expires_at"], "expires_at IS NOT NULL")
     out = table["sequence"].to_numpy()[table["expires_at"].cast("int64").to_numpy() <= moment]
     if len(out):
         made = replica.record.commit(None, out)
         view, gone = replica.facts.view(), set(out.tolist())
-        rows = np.flatnonzero(view.alive & np.isin(view.sequence, out))
+        rows = np.flatnonzero(replica.facts.whole().alive & np.isin(view.sequence, out))
         replica.follow(made, removed=rows, held={i: its for i, its in replica.held.items() if its[0] not in gone})
     return len(out)
+
+
+def _rows_of(facts: FactStore, ids: Sequence[str]) -> Int64:
+    """The rows of those of these ids that are there or withheld, in their order."""
+    live = [i for i in ids if i in facts]
+    rows = dict(zip(live, facts.rows_of(live).tolist(), strict=True)) | {
+        i: facts.withheld[i] for i in ids if i in facts.withheld
+    }
+    return np.array([rows[i] for i in ids if i in rows], np.int64)
 
 
 def _without(

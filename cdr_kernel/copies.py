@@ -28,7 +28,7 @@ def facts_into(record: Record, empty: FactStore, facts: FactStore, advance: Adva
 
     empty: a store that checks them, of the record's dimension and dtype. advance: told of facts as they are done.
     """
-    view = facts.view()
+    view = facts.whole()
     rows = np.flatnonzero(view.alive)
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]

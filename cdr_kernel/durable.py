@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
-from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Value
 from cdr_kernel.checks import check_order, check_strings
 from cdr_kernel.copies import Advance
@@ -44,6 +43,8 @@ __all__ = ["RECORD", "SNAPSHOT", "WORTH_SNAPSHOT", "Advance", "DurableStore", "c
 
 T = TypeVar("T")
 
+LOOKS = "expiry.json"
+"""In the folder: when ``expire`` looked at the clock."""
 WORTH_SNAPSHOT = 16384
 """Facts read from the record at open, beyond an eighth of all, from which a snapshot is written."""
 
@@ -55,7 +56,8 @@ class DurableStore:
     is equal to ``version`` of the record and changed by this class alone. What other processes commit shows after
     ``refresh``, and before every change. Threads may call everything at once; changes take turns.
 
-    A quarantined fact is in no ranking until it is released, whoever upserts it meanwhile; an expired one is deleted.
+    A quarantined fact is in no ranking until it is released, whoever upserts it meanwhile. One that is past its time is
+    withheld at once by every process whose clock says so, and stays in the record until ``expire`` deletes it.
     """
 
     def __init__(self, path: Path, record: Record, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
@@ -125,7 +127,7 @@ class DurableStore:
 
         Facts are mapped from the snapshot where it fits the record, and what was committed since is read; else all
         are read from the record, with a line on standard error where that takes long, and a snapshot is written. Facts
-        that are past their time are taken out. Raises FileNotFoundError where there is no durable store, ValueError
+        that are past their time are withheld. Raises FileNotFoundError where there is no durable store, ValueError
         for a damaged one or one of a later format, ImportError without the extra `store`.
         """
         store = cls._open(Path(path), embedding_model, tokenizer, hash_key)
@@ -270,7 +272,8 @@ class DurableStore:
     def stats(self) -> dict[str, Any]:
         """Counts, sizes in bytes, versions and settings, ready for JSON.
 
-        snapshot_version: that of the snapshot in the folder, None without one. snapshot: "none", "checking", "checked"
+        withheld: facts that are past their time by this process's clock and still in the record. snapshot_version: that
+        of the snapshot in the folder, None without one. snapshot: "none", "checking", "checked"
         or what was wrong with the one that was opened.
         """
         with self._lock:
@@ -281,6 +284,7 @@ class DurableStore:
                 "path": str(self.path),
                 "facts": len(self.facts),
                 "quarantined": len(replica.held),
+                "withheld": len(self.facts.withheld),
                 "version": self.version,
                 "next_sequence": replica.next_sequence,
                 "dim": self.dim,
@@ -310,9 +314,10 @@ class DurableStore:
     ) -> Added:
         """Add facts that are not in the store yet, quarantined ones included; as `FactStore.add`.
 
-        expires_at: [M] when a fact is taken out: a datetime with a time zone, seconds since 1970, or None for never.
-        Strings must be valid Unicode (no lone surrogates), ValueError else. Returns when the facts are on the disk;
-        after an error the record is as it was.
+        expires_at: [M] from when a fact is withheld: a datetime with a time zone, seconds since 1970, or None for
+        never. A fact that is past its time does not count as there: one of the same id takes its place. Strings must be
+        valid Unicode (no lone surrogates), ValueError else. Returns when the facts are on the disk; after an error the
+        record is as it was.
         """
         ids = _listed(ids)
         check_names(attributes or ())
@@ -352,11 +357,13 @@ class DurableStore:
         with self._lock:
             added = self._change(lambda: commits.put(self._replica, found, replace=replace))
             if any(moment is not None and moment <= moments.now() for moment in expiries):
-                self._expire_due()
+                self.facts.look(moments.now())
             return added
 
     def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
-        """Delete facts, quarantined ones included; returns how many. Their bytes are gone after ``compact``.
+        """Delete facts, quarantined ones and those past their time included; returns how many.
+
+        Their bytes are gone after ``compact``.
 
         missing: "raise" is a KeyError naming ids that are not there (nothing is removed then), "ignore" passes them
         over. A quarantined id that was removed may be added again as a new fact.
@@ -383,19 +390,47 @@ class DurableStore:
         Raises KeyError naming ids that are not quarantined; then nothing is changed.
         """
         wanted = _distinct(ids)
-        return self._change(lambda: commits.release(self._replica, wanted))
+        with self._lock:
+            count = self._change(lambda: commits.release(self._replica, wanted))
+            self.facts.look(moments.now())
+            return count
 
-    def expire(self, now: datetime | float | None = None) -> int:
-        """Delete the facts whose time is past, quarantined ones included; returns how many.
+    def expire(self, now: datetime | float | None = None, *, grace: float = moments.GRACE) -> int:
+        """Delete the facts whose time has been past for sure, quarantined ones included; withhold what is past it now.
 
-        now: a datetime with a time zone or seconds since 1970; the present for None. They never come back, whatever a
-        clock says later.
+        A clock may be wrong. So a fact is deleted only where two calls, at least `grace` seconds apart by their clocks,
+        both found it past its time. Until then it is withheld, and comes back once the clock of a process says that its
+        time has not come. Call it every day, or ``compact``, which does.
+
+        Args:
+            now: A datetime with a time zone, or seconds since 1970; the present for None.
+            grace: Seconds; 0 deletes at once all that is past its time now.
+
+        Returns:
+            How many facts were deleted. They never come back.
+
+        Raises:
+            ValueError: A moment without a time zone or out of range, or a grace below 0.
+            TypeError: A moment of another type.
         """
         moment = moments.now() if now is None else moments.microsecond(now, "now")
-        return self._change(lambda: commits.expire(self._replica, moment))
+        if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0.0 <= grace < 1e9:
+            raise ValueError(f"grace: expected seconds of at least 0, got {grace!r}")
+
+        def delete() -> int:
+            past = moments.confirmed(self.path / LOOKS, moment, grace)
+            return 0 if past is None else commits.expire(self._replica, past)
+
+        with self._lock:
+            deleted = self._change(delete)
+            self.facts.look(moment)
+            return deleted
 
     def refresh(self) -> bool:
-        """See what other processes have committed, and take out what is past its time; whether anything changed."""
+        """See what other processes have committed, and withhold what is past its time; whether anything changed.
+
+        What was withheld by a clock that was ahead comes back.
+        """
         with self._lock:
             self._check_open()
             before = self.facts.version
@@ -403,7 +438,7 @@ class DurableStore:
             record = self._replica.record.newest()
             changed = record is not self._replica.record
             self._replica.with_newest(record, self._replica.catch_up)
-            self._expire_due()
+            self.facts.look(moments.now())
             return changed or self.facts.version != before
 
     # The folder
@@ -418,7 +453,7 @@ class DurableStore:
         folder = self.path / SNAPSHOT
         with self._lock:
             self._check_open()
-            record, view, following = self._replica.record, self.facts.view(), self._replica.next_sequence
+            record, view, following = self._replica.record, self.facts.whole(), self._replica.next_sequence
             held = self._replica.held
         try:
             snapshot.write(folder, self.facts, view, record, following, held)
@@ -444,10 +479,11 @@ class DurableStore:
         self._change(lambda: replica.follow(replica.record.compact(keep, replica.alone)))
         self.snapshot()
         with self._lock:
-            if len(self.facts.view().alive) > len(self.facts):
+            if self.facts.view().rows > len(self.facts.whole()):
                 mapped = self._mapped()
                 if mapped is not None:
                     self.facts.adopt(mapped)
+                    self.facts.look(moments.now())
 
     @property
     def verified(self) -> bool:
@@ -510,7 +546,6 @@ class DurableStore:
             replica.with_newest(replica.record, replica.catch_up)
             view = self.facts.view()
             late = (view.rows - mapped) + (view.rows - len(view))
-        self._expire_due()
         worth = late >= max(WORTH_SNAPSHOT, len(self.facts) // 8)
         if worth or damaged:
             with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written: the next open reads on
@@ -518,6 +553,7 @@ class DurableStore:
                 mapped_again = self._mapped() if worth else None
                 if mapped_again is not None:
                     replica.facts = mapped_again
+        self.facts.look(moments.now())
 
     def _from_snapshot(self) -> Found | str:
         try:
@@ -539,18 +575,6 @@ class DurableStore:
             return None
         self._check_behind(found.facts)
         return found.facts
-
-    def _expire_due(self) -> None:
-        """Take out what is past its time: of the record too where it can be written."""
-        rows = self._due_rows()
-        if not len(rows):
-            return
-        with contextlib.suppress(OSError):  # a folder that is read only
-            self.expire()
-        self.facts.apply(None, removed=self._due_rows())
-
-    def _due_rows(self) -> Int64:
-        return self.facts.view().rows_at_most(moments.EXPIRES, moments.now())
 
     def _check_behind(self, facts: FactStore) -> None:
         self._checking = threading.Thread(target=self._check, args=(facts,), name="cdr-snapshot")
@@ -579,6 +603,7 @@ class DurableStore:
                 return
             say(f"warning: {damage}; the facts are read from the record again")
             self._replica.reread(Record.open(self.path / RECORD), in_place=True)
+            self.facts.look(moments.now())
             self._snapshot_version = None
             with contextlib.suppress(OSError):
                 self.snapshot(codes=False)

@@ -199,7 +199,7 @@ class _Dataset:
         import pyarrow as pa
 
         lance = lance_module()
-        view, written = part.view(), secrets.token_hex(16)
+        view, written = part.whole(), secrets.token_hex(16)
         about = {
             "dim": part.dim,
             "dtype": part.dtype.name,

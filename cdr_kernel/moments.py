@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 
 from cdr_kernel.arrays import Int64
 from cdr_kernel.checks import check_order
+from cdr_kernel.folder import draft
 from cdr_kernel.store import Checked, StoreView
+from cdr_kernel.store_columns import EXPIRES as EXPIRES  # for those who import it from here
 
-EXPIRES = "_expires_at"
-"""The column of a store in memory that holds when a fact expires, which no filter sees."""
+GRACE = 7 * 86400.0
+"""Seconds between the two looks at the clock that both must find a fact past its time before it is deleted."""
+_LOOKS = 8  # that are noted at most in the time of grace
 _LATEST = 253402300799  # seconds: the end of the year 9999
 
 
 def now() -> int:
     """The present."""
     return time.time_ns() // 1000
+
+
+def confirmed(path: Path, moment: int, grace: float) -> int | None:
+    """The latest moment that had come for sure, as far as two looks at clocks can tell; None without such looks.
+
+    The file has the moments of earlier looks, and gets this one. What had expired at a look that is at least `grace`
+    seconds older than this one had expired by both. So one wrong clock deletes nothing that had not expired. Looks of
+    clocks that were ahead of this moment are forgotten. A file that is gone or damaged counts as no look.
+
+    Args:
+        path: The file of the looks; whoever writes it has the turn.
+        moment: This look, microseconds since 1970.
+        grace: Seconds. With 0 this look is enough.
+    """
+    if grace == 0.0:
+        return moment
+    before, least = _looks(path), round(grace * 10**6)
+    looks = [look for look in before if look <= moment]
+    old, new = [look for look in looks if look <= moment - least], [look for look in looks if look > moment - least]
+    if not new or moment - new[-1] >= least // _LOOKS:
+        new.append(moment)
+    looks = [*old[-1:], *new]
+    if looks != before:
+        with draft(path) as written:
+            written.write_text(json.dumps({"looks": looks}), encoding="ascii")
+            os.replace(written, path)
+    return old[-1] if old else None
+
+
+def _looks(path: Path) -> list[int]:
+    """The moments of earlier looks, ascending."""
+    try:
+        looks = json.loads(path.read_bytes())["looks"]
+        return sorted(look for look in looks if type(look) is int)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
 
 
 def microsecond(moment: object, where: str) -> int:

@@ -202,7 +202,7 @@ def partition(
     store: ``facts`` of a durable one too, or another partition, for fewer shards or another `by`. by: "source" keeps
     all facts of one source in one shard, which `source_weight` of the calibrated mode needs; "id" spreads them evenly.
     tokenizer, hash_key: of what was saved, as in ``FactStore.load``. One new shard at a time is in memory.
-    Facts that expire (see `durable`) do so in shards too, where ``ShardedStore.expire`` is called. What is in
+    Facts that expire (see `durable`) are withheld in shards too, where ``ShardedStore.expire`` is called. What is in
     `home` is replaced as ``FactStore.save`` does it: whoever opens it finds the old shards or the new ones. Raises
     ValueError and TypeError for bad arguments, and what ``FactStore.load`` and `open_shard` raise.
     """
@@ -211,7 +211,7 @@ def partition(
     if isinstance(store, str | os.PathLike) and not (Path(store) / KIND.file).exists():
         store = FactStore.load(store, **hasher)
     if isinstance(store, FactStore):
-        like, views = store, [store.view()]
+        like, views = store, [store.whole()]
         kinds, version, following = views[0].attribute_types, 0, store.next_sequence
         numbering = store.numbering
     elif not isinstance(store, str | os.PathLike | Home):

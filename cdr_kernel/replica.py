@@ -29,8 +29,8 @@ class Replica:
     """The facts of one version of a record, and what goes with them. Threads of one process take turns outside.
 
     record: the version that was last looked at. facts: the live ones of ``version``, which is the record's but while it
-    catches up. held: the quarantined ones, with sequence, reason and first sequence. next_sequence: what the next fact
-    gets.
+    catches up; those that are past their time are withheld in it. held: the quarantined ones, with sequence, reason and
+    first sequence. next_sequence: what the next fact gets.
     """
 
     def __init__(self, record: Record, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
@@ -121,7 +121,9 @@ class Replica:
         following = record.next_sequence()
         first = max(self.next_sequence, int(view.sequence[-1]) + 1 if view.rows else 0)
         live = record.read(["sequence"], f"status = '{LIVE}'")["sequence"].to_numpy()
-        gone = np.flatnonzero(view.alive & ~np.isin(view.sequence, live))
+        there = view.alive.copy()
+        there[list(self.facts.withheld.values())] = True
+        gone = np.flatnonzero(there & ~np.isin(view.sequence, live))
         found = sequence = None
         if len(live) and live.max() >= first:
             table = record.read(None, f"status = '{LIVE}' AND sequence >= {first}")

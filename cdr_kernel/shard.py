@@ -37,7 +37,6 @@ from cdr_kernel.forks import Lock
 from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.kept import CACHE_BYTES
 from cdr_kernel.lexical import SparseSums, WordCounts
-from cdr_kernel.moments import EXPIRES
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.partition import Write, facts_in, placed, put
 from cdr_kernel.rank import Question, Ranking, multipliers
@@ -53,11 +52,15 @@ SESSIONS_KEPT = 1024
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One change of one shard: facts that go, facts that come (as `partition.put` takes them), or a compaction."""
+    """One change of one shard: facts that go, facts that come (as `partition.put` takes them), or a compaction.
+
+    clock: a moment, microseconds since 1970, at which what is past its time is withheld (`FactStore.look`).
+    """
 
     remove: tuple[str, ...] = ()
     facts: Mapping[str, Any] | None = None
     compact: bool = False
+    clock: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +233,8 @@ class Shard:
             put(self.store, change.facts)
         if change.compact:
             self.store.compact()
+        if change.clock is not None:
+            self.store.look(change.clock)
         versions = self._versions
         versions.now += 1
         versions.views[versions.now] = self.store.view()
@@ -244,15 +249,22 @@ class Shard:
 
     def removed(self, view: StoreView) -> int:
         """How many rows a compaction would give back."""
-        return view.rows - len(view)
+        return view.rows - len(view) - len(self.store.withheld)
 
     def ids(self, view: StoreView) -> tuple[Int64, list[str]]:
         """Sequence numbers and ids of all facts."""
         return view.sequence[view.alive], view.ids
 
-    def due(self, view: StoreView, moment: int) -> list[str]:
-        """Ids of the facts that expire at this moment, microseconds since 1970, or before."""
-        return [view.id_of(row) for row in view.rows_at_most(EXPIRES, moment).tolist()]
+    def due(self, view: StoreView, moment: int) -> tuple[int, int]:
+        """How many facts a look at this clock would withhold, and how many it would let back in."""
+        due, back = self.store.due(moment)
+        return len(due), len(back)
+
+    def withheld(self, view: StoreView, ids: tuple[str, ...] | None = None) -> dict[str, int]:
+        """Those of these ids, of all for None, that are here and past their time, with the sequence numbers that
+        their facts were added with."""
+        there, first = self.store.withheld, self.store.view().first_sequence
+        return {id: int(first[there[id]]) for id in (there if ids is None else ids) if id in there}
 
     def kinds(self, view: StoreView) -> dict[str, type]:
         """Types of the further columns by name."""
@@ -269,6 +281,7 @@ class Shard:
 
     def ids_of(self, view: StoreView, numbers: Int64) -> dict[int, str]:
         """The ids of those of the facts that were added with these sequence numbers that are here, by number."""
+        view = self.store.whole()
         rows = view.rows_numbered(numbers)
         here = rows >= 0
         return dict(zip(numbers[here].tolist(), view.ids_at(rows[here]), strict=True))
@@ -282,8 +295,10 @@ class Shard:
         return view.facts(np.searchsorted(view.sequence, sequence).tolist())
 
     def leaving(self, view: StoreView, name: str, names: tuple[str, ...], by: str) -> dict[str, Int64]:
-        """Sequence numbers of the facts that belong to other shards than `name` among these, by shard."""
+        """Sequence numbers of the facts that belong to other shards than `name` among these, by shard; also of those
+        that are withheld."""
         found: dict[str, list[Int64]] = {}
+        view = self.store.whole()
         for rows, positions in placed(view, names, by):
             for i in np.unique(positions).tolist():
                 if names[i] != name:
@@ -299,7 +314,7 @@ class Shard:
         return facts_in(view, np.searchsorted(view.sequence, sequence))
 
     def save(self, view: StoreView, write: Write) -> Any:
-        """Write the facts; no change may come meanwhile."""
+        """Write the facts, those that are withheld too; no change may come meanwhile."""
         return write(self.store)
 
     def prepare(self, view: StoreView) -> int:

@@ -146,6 +146,7 @@ class ShardedStore:
         """Whose the sequence numbers are."""
         self._is_copy = is_copy  # whether numbers that are given from now on are not those of `numbering`
         self._expires = expires  # whether any fact may
+        self._clock: int | None = None  # the last look at it
         self._kinds = kinds  # of further columns; None: to be asked of the shards when first needed
         groups = tuple(Group(name, start(name), v, keep=home is not None) for name, v in versions.items())
         newest = next_sequence - 1
@@ -173,7 +174,7 @@ class ShardedStore:
             raise TypeError(f"store: expected a FactStore, got {type(store).__name__}")
         limits = Limits(timeout, hedge_after, max_in_flight)
         names = shard_names(check_shards(shards))
-        view = store.view()
+        view = store.whole()
         ready = {name: Shard(part) for name, part in parts_of([view], store, names, check_by(by))}
         pool = _threads(len(names))
 
@@ -181,7 +182,7 @@ class ShardedStore:
             shard = ready.pop(name) if name in ready else Shard(store.empty())
             return [ThreadReplica(lambda: shard, pool)]
 
-        return cls(
+        made = cls(
             start,
             store.empty(),
             dict.fromkeys(names, 0),
@@ -196,6 +197,8 @@ class ShardedStore:
             limits=limits,
             pool=pool,
         )
+        made.expire()
+        return made
 
     @classmethod
     def open(
@@ -379,7 +382,7 @@ class ShardedStore:
         """As ``FactStore.numbers_of``. Raises ShardsMissing where a shard that may have one of the ids cannot be
         asked."""
         wanted = list(ids)
-        found = self._located(wanted)
+        found = self._located_withheld(wanted) | self._located(wanted)
         return np.array([found[id][1] if id in found else -1 for id in wanted], np.int64)
 
     def ids_of(self, numbers: Int64) -> list[str | None]:
@@ -404,7 +407,7 @@ class ShardedStore:
         view = checked.view()
         names = view.ids
         with self._lock:
-            present = self._located(names)
+            present, past = self._located(names), self._located_withheld(names)
             if present and not replace:
                 raise ValueError(
                     f"ids: {few([i for i in names if i in present])} in the store already (upsert replaces)"
@@ -417,14 +420,15 @@ class ShardedStore:
             kinds = self._checked_kinds(view.attribute_types)
             rows = np.arange(len(names))
             owner = owners(keys_of(names, view.sources(rows.tolist()), self.by), self.shards)
+            there = past | present
             first = sequence.copy()
             for row, id in enumerate(names):
-                if id in present:
-                    first[row] = present[id][1]
+                if id in there:
+                    first[row] = there[id][1]
             changes = {}
             for i, group in enumerate(self._snapshot.groups):
                 here = rows[owner == i]
-                old = tuple(id for id in names if id in present and present[id][0] == group.name)
+                old = tuple(id for id in names if id in there and there[id][0] == group.name)
                 facts = None
                 if len(here):
                     numbers = {"sequence": sequence[here], "first_sequence": first[here]}
@@ -474,35 +478,44 @@ class ShardedStore:
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
         wanted = list(dict.fromkeys(check_strings(ids, "ids", ordered=False)))
         with self._lock:
-            present = self._find(wanted)
-            absent = [i for i in wanted if i not in present]
+            present, past = self._located(wanted), self._located_withheld(wanted)
+            absent = [i for i in wanted if i not in present and i not in past]
             if absent and missing == "raise":
                 raise KeyError(f"ids: {few(absent)} not in the store")
+            there = past | present
             changes: dict[str, Change] = {}
             for group in self._snapshot.groups:
-                gone = tuple(id for id in wanted if present.get(id) == group.name)
+                gone = tuple(id for id in wanted if id in there and there[id][0] == group.name)
                 if gone:
                     changes[group.name] = Change(gone)
             if changes:
                 self._commit(changes, -len(present))
-        return len(present)
+        return len(present) + len(past)
 
     def expire(self, now: datetime | float | None = None) -> int:
-        """Remove the facts whose time is past, as ``DurableStore.expire``; returns how many.
+        """Withhold the facts whose time is past; returns how many that were there until now.
 
-        now: a datetime with a time zone or seconds since 1970; the present for None. An open does it once; call it
-        again every so often where facts of a durable store expire. Raises ShardsMissing where a shard cannot be asked.
+        No clock deletes anything here: what is withheld is saved with the rest, and comes back where a later call finds
+        that its time has not come. ``remove`` deletes it. An open does this once; call it again every so often where
+        facts of a durable store expire.
+
+        Args:
+            now: A datetime with a time zone or seconds since 1970; the present for None.
+
+        Raises:
+            ShardsMissing: A shard cannot be asked.
         """
         moment = moments.now() if now is None else moments.microsecond(now, "now")
         if not self._expires:
             return 0
         with self._lock:
             due = dict(zip(self.shards, self._ask("due", (moment,)), strict=True))
-            changes = {name: Change(tuple(ids)) for name, ids in due.items() if ids}
-            count = sum(map(len, due.values()))
+            changes = {name: Change(clock=moment) for name, counts in due.items() if any(counts)}
+            out, back = (int(sum(counts[i] for counts in due.values())) for i in (0, 1))
             if changes:
-                self._commit(changes, -count)
-        return count
+                self._commit(changes, back - out)
+            self._clock = moment
+        return out
 
     def compact(self) -> int:
         """As ``FactStore.compact``."""
@@ -536,11 +549,12 @@ class ShardedStore:
                 ]
                 return dict(zip(self.shards, self._complete(calls), strict=True))
 
+            past = sum(map(len, self._ask("withheld"))) if self._expires else 0
             fields = manifest_fields(
                 self._like,
                 dict(zip(self.shards, now.versions, strict=True)),
                 self.by,
-                facts=now.facts,
+                facts=now.facts + past,
                 version=now.version,
                 next_sequence=self._next_sequence,
                 numbering=self.numbering,
@@ -573,6 +587,9 @@ class ShardedStore:
                 moved += len(numbers)
                 for start in range(0, len(numbers), CHUNK):
                     group.append(Change(facts=self._collected(numbers[start : start + CHUNK], there)))
+                    self._told([group])
+                if self._clock is not None:
+                    group.append(Change(clock=self._clock))
                     self._told([group])
             for group, version, parts in zip(before.groups, before.versions, leaving, strict=True):
                 if parts:
@@ -636,6 +653,15 @@ class ShardedStore:
             found = self._ask_each("find", lambda group: (tuple(ids),))
         return {
             id: (group.name, number) for group, part in zip(asked, found, strict=True) for id, number in part.items()
+        }
+
+    def _located_withheld(self, ids: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """As ``_located``, of the facts that are past their time."""
+        if not self._expires or not ids:
+            return {}
+        found = self._ask("withheld", (tuple(ids),))
+        return {
+            id: (name, number) for name, part in zip(self.shards, found, strict=True) for id, number in part.items()
         }
 
     def _ask(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:

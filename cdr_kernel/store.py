@@ -28,7 +28,18 @@ from cdr_kernel.checksums import Files, check_rest
 from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.forks import Lock
 from cdr_kernel.numbering import Numbering
-from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens, marked, new_in
+from cdr_kernel.store_columns import (
+    CHUNK,
+    EXPIRES,
+    MAX_POSITION,
+    NO_POSITION,
+    Pieces,
+    Storage,
+    Strings,
+    Tokens,
+    marked,
+    new_in,
+)
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
 from cdr_kernel.token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
@@ -51,6 +62,7 @@ __all__ = [
 ]
 
 DTYPES = ("float16", "float32", "float64")
+_STEP = 60 * 10**6  # microseconds by which a clock may go back without a fact coming back that it had withheld
 
 _AT_ONCE = 64 << 20  # bytes up to which a load checks what it maps; more is checked as it is read, and behind it
 
@@ -180,6 +192,7 @@ class FactStore:
         self.held: Mapping[str, tuple[int, str | None, int]] = {}
         """Facts that a durable store has in quarantine, which are not here: their sequence numbers, the reasons, and
         the numbers that they were added with."""
+        self._withheld: dict[str, int] = {}  # rows of facts that are past their time
         self.numbering = Numbering.new()
         """Whose the sequence numbers are."""
         self._is_copy = False  # whether numbers that are given from now on are not those of `numbering`
@@ -364,7 +377,11 @@ class FactStore:
         """
         with self._lock:
             known, first, held = self._rows(), self._view.first_sequence, self.held
-            return np.array([first[known[i]] if i in known else held[i][2] if i in held else -1 for i in ids], np.int64)
+            past, numbers = self._withheld, []
+            for i in ids:
+                row = known[i] if i in known else past.get(i)
+                numbers.append(first[row] if row is not None else held[i][2] if i in held else -1)
+            return np.array(numbers, np.int64)
 
     def ids_of(self, numbers: Int64) -> list[str | None]:
         """The facts of these numbers (see ``numbers_of``).
@@ -376,7 +393,7 @@ class FactStore:
             M ids; None for a fact that was removed, and for a number that no fact has.
         """
         with self._lock:
-            view, held = self._view, {first: id for id, (_, _, first) in self.held.items()}
+            view, held = self.whole(), {first: id for id, (_, _, first) in self.held.items()}
         rows = view.rows_numbered(numbers)
         ids = iter(view.ids_at(rows[rows >= 0]))
         return [next(ids) if row >= 0 else held.get(number) for row, number in zip(rows, numbers.tolist(), strict=True)]
@@ -523,6 +540,65 @@ class FactStore:
             if column is not None:
                 column.check_kind(kind, f"attributes[{name!r}]")
 
+    @property
+    def withheld(self) -> Mapping[str, int]:
+        """Rows of the facts that are past their time, by id: in no view, and still there."""
+        return self._withheld
+
+    def whole(self) -> StoreView:
+        """The store as it is now with the facts that are past their time: what is to be saved, and not ranked."""
+        with self._lock:
+            view = self.view()
+            if not self._withheld:
+                return view
+            alive = view.alive.copy()
+            alive[list(self._withheld.values())] = True
+            return self._view_of(view._storage, alive, view.version, view.layout)
+
+    def look(self, moment: int) -> tuple[int, int]:
+        """Withhold what expires at this moment or before, and let back in what was withheld by a clock that was ahead.
+
+        Args:
+            moment: Microseconds since 1970, as a clock has it. A clock that went back by less than a minute lets
+                nothing back in.
+
+        Returns:
+            How many facts were withheld, and how many came back.
+        """
+        with self._lock:
+            due, back = self.due(moment)
+            if len(due):
+                ids = self._view.ids_at(due)
+                self.apply(None, removed=due)
+                self._withheld.update(zip(ids, due.tolist(), strict=True))
+            if len(back):
+                self._let_back(back)
+            return len(due), len(back)
+
+    def due(self, moment: int) -> tuple[Int64, Int64]:
+        """The rows that ``look`` would withhold, and those it would let back in."""
+        with self._lock:
+            view = self.view()
+            column = view._storage.attributes.get(EXPIRES)
+            if column is None:
+                return np.zeros(0, np.int64), np.zeros(0, np.int64)
+            rows = np.fromiter(self._withheld.values(), np.int64, len(self._withheld))
+            return view.rows_at_most(EXPIRES, moment), rows[column.numbers(view.rows)[rows] > moment + _STEP]
+
+    def _let_back(self, rows: Int64) -> None:
+        view, known = self._view, self._row_of
+        ids = view.ids_at(rows)
+        alive = view.alive.copy()
+        alive[rows] = True
+        self._row_of = None
+        # Whoever keeps something by row has left these out for good, so it is made anew.
+        self._view = self._view_of(view._storage, alive, view.version + 1, view.layout + 1)
+        for id in ids:
+            del self._withheld[id]
+        if known is not None:
+            known.update(zip(ids, rows.tolist(), strict=True))
+            self._row_of = known
+
     def apply(self, found: Checked | None, sequence: Int64 | None = None, removed: Iterable[int] = ()) -> None:
         """Take out the facts in the rows `removed` and put in what ``check`` gave, in one version.
 
@@ -545,6 +621,12 @@ class FactStore:
                 return
             known, self._row_of = self._row_of, None
             alive[old] = False
+            if self._withheld:
+                for row in old:
+                    if self._withheld.get(gone := storage.ids[row]) == row:
+                        del self._withheld[gone]
+                for id in () if found is None else found.ids:
+                    self._withheld.pop(id, None)
             if sequence is not None and len(sequence):
                 self._next_sequence = max(self._next_sequence, int(sequence[-1]) + 1)
             self._view = self._view_of(storage, alive, view.version + 1, view.layout)
@@ -611,18 +693,18 @@ class FactStore:
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
         wanted = list(dict.fromkeys(check_strings(ids, "ids", ordered=False)))
         with self._lock:
-            known = self._rows()
-            absent = [i for i in wanted if i not in known]
+            known, withheld = self._rows(), self._withheld
+            absent = [i for i in wanted if i not in known and i not in withheld]
             if absent and missing == "raise":
                 raise KeyError(f"ids: {few(absent)} not in the store")
-            rows = [known[i] for i in wanted if i in known]
+            rows = [known[i] if i in known else withheld[i] for i in wanted if i in known or i in withheld]
             self.apply(None, removed=rows)
         return len(rows)
 
     def compact(self) -> int:
         """Give back the memory of removed facts; returns their number. Order and sequence numbers stay."""
         with self._lock:
-            view = self.view()
+            view = self.whole()
             keep = np.flatnonzero(view.alive)
             removed = view.rows - len(keep)
             if not removed:
@@ -650,7 +732,10 @@ class FactStore:
             new.texts.write(0, compress(old.texts, alive))
             new.sources.write(0, compress(old.sources, alive))
             self._row_of = None
-            self._view = self._view_of(new, np.ones(len(keep), np.bool_), view.version + 1, view.layout + 1)
+            rows_now = np.ones(len(keep), np.bool_)
+            self._withheld = {id: int(np.searchsorted(keep, row)) for id, row in self._withheld.items()}
+            rows_now[list(self._withheld.values())] = False
+            self._view = self._view_of(new, rows_now, view.version + 1, view.layout + 1)
             return removed
 
     def adopt(self, other: FactStore) -> None:
@@ -667,6 +752,7 @@ class FactStore:
             self._row_of = None
             self._next_sequence = max(self._next_sequence, other._next_sequence)
             self.numbering, self._is_copy = other.numbering, other._is_copy
+            self._withheld = dict(other._withheld)
             alive = view.alive.copy()
             self._view = self._view_of(view._storage, alive, self._view.version + 1, self._view.layout + 1)
 
@@ -682,7 +768,7 @@ class FactStore:
 
         The data goes to a new subfolder, is synced to the disk, and only then named by the manifest, which is
         renamed into place: whoever opens the folder finds the old store or the new one, never half of one.
-        Removed facts are left out; sequence numbers are kept. view: a version of this store, the newest for None.
+        Removed facts are left out; sequence numbers are kept. view: a version of this store, ``whole()`` for None.
         about: called with the subfolder when the data is in it; what it returns goes into the manifest, and is
         `about` of the store that is loaded. beside: files of the folder by their names, such as tasks about the facts;
         they change with the store as one. Those of the store before go, but where this store was loaded from the folder
@@ -692,7 +778,7 @@ class FactStore:
         """
         folder = Path(path)
         with self._lock:
-            saved, next_sequence, numbering = view or self.view(), self._next_sequence, self.numbering
+            saved, next_sequence, numbering = view or self.whole(), self._next_sequence, self.numbering
         check_store_folder(folder)
         own = self.path is not None and folder.exists() and folder.samefile(self.path)
         files = beside if beside is not None or own else {}

@@ -24,6 +24,8 @@ from cdr_kernel.token_hashes import TOKEN_BYTES, TokenBlock
 
 NO_POSITION = -1
 MAX_POSITION = 2**63 - 1
+EXPIRES = "_expires_at"
+"""The column of a store in memory that holds when a fact expires, which no filter sees."""
 CHUNK = 65536  # rows read or written at a time
 _PIECE_BYTES = 2 << 30  # of rows in memory that lie in one array
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from durables import DIM, add, contents, made, reopened, snapshotted, vectors
+from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vectors
 
-from cdr_kernel import moments, replica
+from cdr_kernel import FactStore, Retriever, moments, replica
 from cdr_kernel.durable import DurableStore
 
 
@@ -78,29 +79,156 @@ def test_a_quarantined_fact_can_be_removed(store):
     assert store.facts.ids == ["a"]
 
 
-def test_a_fact_past_its_time_is_gone_for_good(store, monkeypatch):
-    now = time.time()
+DAY = 86400.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that all clocks say, in a list of one."""
+    said = [time.time()]
+    monkeypatch.setattr(moments, "now", lambda: int(said[0] * 10**6))
+    return said
+
+
+def test_a_fact_past_its_time_is_withheld_and_nothing_is_written(store, clock):
+    now = clock[0]
     soon = datetime.fromtimestamp(now + 1000, UTC)
     add(store, ["a", "b", "c", "d"], expires_at=[soon, now + 2000, None, now + 1000])
     store.quarantine(["d"])
     other = DurableStore.open(store.path)
-    assert store.expire() == 0
-    clock = now + 1500
-    monkeypatch.setattr(moments, "now", lambda: int(clock * 10**6))
+    version = store.version
+    clock[0] = now + 1500
     assert other.refresh()
+    assert not other.refresh()
     assert other.facts.ids == ["b", "c"]
-    assert other.quarantined() == {}
-    clock = now  # a clock that goes back brings nothing back
+    assert other.quarantined() == {"d": None}
+    assert "a" not in other
+    assert (len(other), other.stats()["withheld"]) == (2, 1)
+    with pytest.raises(KeyError, match="'a' not in the store"):
+        other.facts.get(["a"])
+    assert [fact.id for fact, _ in reopened(store)] == ["b", "c"]
+    assert version == store.version == other.version
+    other.release(["d"])
+    assert other.facts.ids == ["b", "c"]  # it is past its time too
+    add(other, ["late"], expires_at=[now - 1])
+    assert other.facts.ids == ["b", "c"]
+    assert other.remove(["late"]) == 1  # at once, whatever any clock says
+    assert other.quarantine(["a"], "wrong") == 1
+    assert other.stats()["withheld"] == 1
+
+
+def test_what_a_wrong_clock_withheld_comes_back(store, clock):
+    now = clock[0]
+    add(store, ["a", "b", "c"], expires_at=[now + DAY, None, now + 400 * DAY])
+    before, ranked = contents(store.facts), Retriever(store.facts)
+    assert len(ranked.search(vectors(1)[0], min_relevance=-1.0).rows) == 3
+    clock[0] = now + 365 * DAY
     store.refresh()
     assert store.facts.ids == ["b", "c"]
-    assert [fact.id for fact, _ in reopened(store)] == ["b", "c"]
-    assert store.expire(now + 5000) == 1
-    assert store.expire(soon) == 0
-    add(store, ["a"])
-    add(store, ["late"], expires_at=[now - 1])
-    assert store.facts.ids == ["c", "a"]
-    clock = now + 1e6
-    assert [fact.id for fact, _ in reopened(store)] == ["c", "a"]
+    store.snapshot()
+    store.compact()
+    assert store.expire() == 0
+    with DurableStore.open(store.path) as wrong:
+        assert wrong.facts.ids == ["b", "c"]
+        clock[0] = now + 365 * DAY - 30  # a small step back lets nothing in
+        assert not wrong.refresh()
+    clock[0] = now
+    assert store.refresh()
+    assert contents(store.facts) == before
+    assert len(ranked.search(vectors(1)[0], min_relevance=-1.0).rows) == 3
+    assert reopened(store) == before  # from the snapshot that was written meanwhile
+    shutil.rmtree(store.path / "snapshot")
+    assert reopened(store) == before
+    assert store.expire() == 0
+    clock[0] = now + 8 * DAY
+    assert store.expire() == 0  # the look of the wrong clock counts for nothing
+    assert store.facts.ids == ["b", "c"]
+    clock[0] = now + 15 * DAY
+    assert store.expire() == 1
+    clock[0] = now
+    store.refresh()
+    assert store.facts.ids == ["b", "c"]  # deleted for good
+
+
+def test_a_fact_is_deleted_where_two_looks_a_week_apart_agree(store, clock):
+    now = clock[0]
+    add(store, ["a", "b", "c", "d"], expires_at=[now + 10, now + 8 * DAY, None, now + 10])
+    store.quarantine(["d"])
+    assert store.expire() == 0
+    clock[0] = now + DAY
+    assert store.expire() == 0
+    clock[0] = now + 7.5 * DAY
+    assert store.expire() == 0  # a week ago a's time was not past
+    clock[0] = now + 9 * DAY
+    assert store.expire() == 2  # it was at the look of the second day, and b's was not
+    assert store.quarantined() == {}
+    with DurableStore.open(store.path) as other:
+        clock[0] = now + 15.9 * DAY
+        assert other.expire() == 0  # the last look was before b's time
+        assert other.facts.withheld.keys() == {"b"}
+    clock[0] = now + 20 * DAY
+    store.compact()
+    assert store.facts.withheld == {}
+    assert store.stats()["facts"] == 1
+    clock[0] = now
+    assert [fact.id for fact, _ in reopened(store)] == ["c"]
+
+
+def test_what_is_past_its_time_can_be_deleted_at_once(store, clock):
+    add(store, ["a", "b"], expires_at=[clock[0] - 1, None])
+    assert store.expire(grace=0) == 1
+    clock[0] -= 1000
+    assert [fact.id for fact, _ in reopened(store)] == ["b"]
+    for grace in (-1, True, "0", float("nan")):
+        with pytest.raises(ValueError, match="grace: expected seconds of at least 0"):
+            store.expire(grace=grace)
+
+
+def test_a_fact_takes_the_place_of_one_that_is_past_its_time(store, clock):
+    now = clock[0]
+    add(store, ["a", "b"], expires_at=[now + 10, None])
+    clock[0] = now + 20
+    store.refresh()
+    add(store, ["a"], seed=7)
+    assert store.facts.ids == ["b", "a"]
+    clock[0] = now
+    store.refresh()
+    assert store.facts.ids == ["b", "a"]
+    assert [fact.id for fact, _ in reopened(store)] == ["b", "a"]
+    clock[0] = now + 20
+    with DurableStore.open(store.path) as other:
+        assert other.facts.withheld == {}
+        store.upsert(["b"], ["again"], vectors(1), expires_at=[now + 15])
+        assert other.refresh()
+        assert (other.facts.ids, list(other.facts.withheld)) == (["a"], ["b"])
+        store.remove(["b"])
+        other.refresh()
+        assert other.facts.withheld == {}
+
+
+def test_a_store_in_memory_keeps_what_it_withholds(tmp_path):
+    store = FactStore(DIM, embedding_model=MODEL)
+    found = store.check(["a", "b", "c"], ["a", "b", "c"], vectors(3))
+    store.apply(moments.expiring(found, [10, None, 10**9]))
+    assert store.look(20) == (1, 0)
+    assert store.look(20) == (0, 0)
+    assert (store.ids, list(store.withheld), len(store.whole())) == (["b", "c"], ["a"], 3)
+    assert store.compact() == 0
+    store.remove(["b"])
+    assert store.compact() == 1
+    assert (store.ids, list(store.withheld), store.whole().ids) == (["c"], ["a"], ["a", "c"])
+    store.save(tmp_path / "s")
+    assert FactStore.load(tmp_path / "s").ids == ["a", "c"]
+    other = FactStore(DIM, embedding_model=MODEL)
+    other.adopt(store)
+    assert other.look(-(10**9)) == (0, 1)
+    assert other.ids == ["a", "c"]
+    assert other.get(["a"])[0].text == "a"
+    store.upsert(["a"], ["new"], vectors(1, 5))
+    assert (store.ids, store.withheld) == (["c", "a"], {})
+    assert store.look(10**10) == (1, 0)
+    assert store.remove(["c"]) == 1
+    assert store.look(0) == (0, 0)
 
 
 def test_expired_facts_are_out_where_nothing_can_be_written(store, monkeypatch):
@@ -117,6 +245,8 @@ def test_expired_facts_are_out_where_nothing_can_be_written(store, monkeypatch):
         assert again.facts.ids == ["b"]
         assert again.version == version
         assert not again.refresh()
+        with pytest.raises(PermissionError):
+            again.expire()
         with pytest.raises(PermissionError):
             add(again, ["c"])
         assert again.facts.ids == ["b"]
@@ -176,8 +306,8 @@ def test_bad_vectors_may_be_skipped(store):
         store.add(["a", "b", "c"], ["a", "b", "c"], rows)
     added = store.add(["a", "b", "c"], ["a", "b", "c"], rows, expires_at=[None, 4e9, 5e9], on_invalid="skip")
     assert added == (2, ("b",))
-    assert store.expire(4.5e9) == 0
-    assert store.expire(5.5e9) == 1
+    assert store.expire(4.5e9, grace=0) == 0
+    assert store.expire(5.5e9, grace=0) == 1
 
 
 def test_a_commit_that_fails_changes_nothing(big, monkeypatch):

@@ -14,17 +14,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 pytest.importorskip("lance", reason="needs the extra store")
 
+from cdr_kernel import moments
 from cdr_kernel.durable import DurableStore
 
 DIM, MODEL = 4, "toy"
 IDS = st.lists(st.sampled_from([f"f{i}" for i in range(8)]), min_size=1, max_size=4, unique=True)
 WHO = st.integers(0, 1)
+DAY = 86400 * 10**6
+EXPIRES = st.sampled_from([None, None, -20, 0, 5, 30])  # days from now
 
 
 class Facts(RuleBasedStateMachine):
     """model: {id: [text, tenant, quarantined, expires]}, in the order of sequence numbers for facts in rankings.
 
-    numbers: by id, the sequence number that each fact was added with.
+    numbers: by id, the sequence number that each fact was added with. days: what all clocks say; they may go back.
+    looks: when an expiry looked at the clock.
     """
 
     @initialize()
@@ -32,10 +36,32 @@ class Facts(RuleBasedStateMachine):
         self.home = Path(tempfile.mkdtemp())
         self.path = self.home / "store"
         self.stores = [DurableStore.create(self.path, DIM, embedding_model=MODEL), DurableStore.open(self.path)]
-        self.model, self.turn, self.clock = {}, 0, 1_000.0
+        self.model, self.turn, self.days, self.looks = {}, 0, 100, []
         self.numbers = {}
+        self.real_clock, moments.now = moments.now, lambda: self.days * DAY
+
+    def past(self, id):
+        """Whether a fact is past its time."""
+        moment = self.model[id][3]
+        return moment is not None and moment <= self.days
+
+    def there(self, id):
+        """Whether a fact counts as in the store."""
+        return id in self.model and (self.model[id][2] or not self.past(id))
+
+    def expired(self, grace):
+        """How many facts an expiry deletes now."""
+        self.looks = [look for look in self.looks if look <= self.days]
+        sure = [self.days] if grace == 0 else [look for look in self.looks if look <= self.days - 7]
+        if grace:
+            self.looks.append(self.days)
+        gone = [i for i, (*_, moment) in self.model.items() if moment is not None and sure and moment <= max(sure)]
+        for i in gone:
+            del self.model[i]
+        return len(gone)
 
     def teardown(self):
+        moments.now = getattr(self, "real_clock", moments.now)
         for store in getattr(self, "stores", ()):
             store.close()
         shutil.rmtree(self.home, ignore_errors=True)
@@ -44,23 +70,27 @@ class Facts(RuleBasedStateMachine):
         self.turn += 1
         texts = [f"{i} in turn {self.turn}" for i in ids]
         rows = np.arange(1, 1 + DIM * len(ids)).reshape(-1, DIM) + self.turn
-        moment = 4e9 + self.clock + 10 if expires else None
+        moment = self.days + expires if expires is not None else None
         getattr(self.stores[who], verb)(
-            ids, texts, rows, attributes={"tenant": [tenant] * len(ids)}, expires_at=[moment] * len(ids)
+            ids,
+            texts,
+            rows,
+            attributes={"tenant": [tenant] * len(ids)},
+            expires_at=[None if moment is None else moment * 86400] * len(ids),
         )
         for i, text in zip(ids, texts, strict=True):
-            held = self.model.pop(i, [None, None, False])[2]
+            held = self.model.pop(i, [None, None, False])[2]  # one that is past its time is replaced whole
             self.model[i] = [text, tenant, held, moment]
 
-    @rule(who=WHO, ids=IDS, tenant=st.sampled_from(["x", "y", None]), expires=st.booleans())
+    @rule(who=WHO, ids=IDS, tenant=st.sampled_from(["x", "y", None]), expires=EXPIRES)
     def add(self, who, ids, tenant, expires):
-        if any(i in self.model for i in ids):
+        if any(map(self.there, ids)):
             with pytest.raises(ValueError, match="in the store already"):
                 self.put("add", who, ids, tenant, expires)
         else:
             self.put("add", who, ids, tenant, expires)
 
-    @rule(who=WHO, ids=IDS, tenant=st.sampled_from(["x", "y", None]), expires=st.booleans())
+    @rule(who=WHO, ids=IDS, tenant=st.sampled_from(["x", "y", None]), expires=EXPIRES)
     def upsert(self, who, ids, tenant, expires):
         self.put("upsert", who, ids, tenant, expires)
 
@@ -96,13 +126,15 @@ class Facts(RuleBasedStateMachine):
             text, tenant, _, moment = self.model.pop(i)
             self.model[i] = [text, tenant, False, moment]
 
-    @rule(who=WHO, later=st.integers(0, 20))
-    def expire(self, who, later):
-        self.clock += later
-        gone = [i for i, (*_, moment) in self.model.items() if moment is not None and moment <= 4e9 + self.clock]
-        assert self.stores[who].expire(4e9 + self.clock) == len(gone)
-        for i in gone:
-            del self.model[i]
+    @rule(days=st.integers(-40, 40))
+    def clocks_jump(self, days):
+        self.days = max(1, self.days + days)
+
+    @rule(who=WHO, later=st.integers(0, 9), grace=st.sampled_from([None, None, 0]))
+    def expire(self, who, later, grace):
+        self.days += later
+        found = self.stores[who].expire() if grace is None else self.stores[who].expire(grace=grace)
+        assert found == self.expired(grace is None)
 
     @rule(who=WHO)
     def reopen(self, who):
@@ -123,6 +155,7 @@ class Facts(RuleBasedStateMachine):
     @rule(who=WHO)
     def compact(self, who):
         self.stores[who].compact()
+        self.expired(True)
 
     @rule(who=WHO)
     def carry_over(self, who):
@@ -134,16 +167,18 @@ class Facts(RuleBasedStateMachine):
         shutil.rmtree(self.path)
         self.stores = [DurableStore.from_export(self.home / "facts.safetensors", self.path)]
         self.stores.append(DurableStore.open(self.path))
+        self.looks = []
 
     @invariant()
     def both_hold_what_was_acknowledged(self):
-        live = [(i, *row[:2]) for i, row in self.model.items() if not row[2]]
+        live = [(i, *row[:2]) for i, row in self.model.items() if not row[2] and not self.past(i)]
         held = {i for i, row in self.model.items() if row[2]}
         for store in self.stores:
             store.refresh()
             facts = store.facts.get(store.facts.ids)
             assert [(fact.id, fact.text, fact.attributes.get("tenant")) for fact in facts] == live
             assert set(store.quarantined()) == held
+            assert set(store.facts.withheld) == {i for i in self.model if i not in held and self.past(i)}
             assert all("_expires_at" not in fact.attributes for fact in facts)
             ids = list(self.model)
             numbers = store.facts.numbers_of(ids)

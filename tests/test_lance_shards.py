@@ -216,7 +216,7 @@ def test_what_expires_does_so_in_shards(tmp_path, home, monkeypatch):
         partition(store.facts, home, shards=2)
         ids = store.facts.ids
         with DurableStore.from_facts(store.facts, tmp_path / "copy") as copy:
-            assert copy.expire(start / 1e6 + 3601) == 20
+            assert copy.expire(start / 1e6 + 3601, grace=0) == 20
     with ShardedStore.open(home) as sharded:
         assert sharded.ids == ids
         sharded.save()
@@ -224,3 +224,13 @@ def test_what_expires_does_so_in_shards(tmp_path, home, monkeypatch):
     monkeypatch.setattr(moments, "now", lambda: start + 3601 * 10**6)
     with ShardedStore.open(home) as sharded:
         assert sharded.ids == ids[::2]
+        sharded.save()  # under a clock that is ahead
+    monkeypatch.setattr(moments, "now", lambda: start)
+    with ShardedStore.open(home) as sharded:
+        assert sharded.ids == ids
+    with DurableStore.open(tmp_path / "facts") as store:
+        store.facts.look(start + 3601 * 10**6)
+        assert store.facts.ids == ids[::2]
+        partition(store.facts, home, shards=2)
+    with ShardedStore.open(home) as sharded:
+        assert sharded.ids == ids

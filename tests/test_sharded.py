@@ -1204,3 +1204,54 @@ def test_a_session_with_more_sub_queries_is_asked_for_anew(world):
                 session.extend(sub_queries=[more])
                 written(session, cdr_rank(query, retriever, session), "what was written")
             same(cdr_rank(query, ShardedRetriever(sharded), many), cdr_rank(query, Retriever(store), one))
+
+
+@pytest.mark.parametrize("by", ["source", "id"])
+def test_what_a_wrong_clock_withheld_comes_back_in_shards(tmp_path, by):
+    r, start = np.random.default_rng(6), moments.now() + 10**12
+    store = FactStore(DIM, embedding_model=MODEL)
+    expiries = [None if i % 3 else start + (1 + i % 2) * HOUR for i in range(90)]
+    store.apply(moments.expiring(store.check(**facts(r, 90)), expiries))
+    items, query = items_of(r), r.standard_normal(DIM) + 0.5
+
+    def check(sharded, hours):
+        whole = FactStore(DIM, embedding_model=MODEL)
+        whole.adopt(store)
+        whole.look(start + round(hours * HOUR))
+        assert sharded.ids == whole.ids
+        assert len(sharded) == len(whole)
+        numbers = whole.numbers_of(store.ids)
+        assert sharded.numbers_of(store.ids).tolist() == numbers.tolist()
+        assert sharded.ids_of(numbers) == whole.ids_of(numbers) == store.ids
+        truth = cdr_rank(query, Retriever(whole), spec(items))
+        found = cdr_rank(query, ShardedRetriever(sharded), spec(items))
+        same(found, replace(truth, store_version=found.store_version))
+
+    partition(store, tmp_path / "p", shards=2, by=by)
+    with ShardedStore.open(tmp_path / "p", replicas=2) as sharded, ShardedStore.split(store, shards=3, by=by) as own:
+        for each in (sharded, own):
+            assert each.expire((start + 5 * HOUR) / 1e6) == 30  # a clock that is ahead
+            check(each, 5)
+            assert each.add_shards(1) > 0
+            assert each.compact() > 0  # what moved, not what is withheld
+            check(each, 5)
+        sharded.save(tmp_path / "later")
+        for each in (sharded, own):
+            assert each.expire((start + 1.5 * HOUR) / 1e6) == 0
+            check(each, 1.5)
+            assert each.expire(start / 1e6) == 0
+            check(each, 0)
+    with ShardedStore.open(tmp_path / "later") as later:
+        check(later, 0)  # nothing was lost with what was saved
+        assert later.expire((start + 5 * HOUR) / 1e6) == 30
+        past = [id for id, moment in zip(store.ids, expiries, strict=True) if moment is not None]
+        version = len(later)
+        assert later.remove(past[:2]) == 2
+        later.add([past[2]], ["new"], r.standard_normal((1, DIM)), source=["elsewhere"])
+        with pytest.raises(KeyError, match="not in the store"):
+            later.remove([past[0]])
+        later.upsert([past[3]], ["new"], r.standard_normal((1, DIM)))
+        assert len(later) == version + 2
+        later.expire(start / 1e6)
+        assert len(later) == len(later.ids) == 88
+        assert [fact.text for fact in later.get(past[2:5])][:2] == ["new", "new"]
