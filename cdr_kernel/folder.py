@@ -88,15 +88,15 @@ class Kind:
             data = folder / f"{self.data}{secrets.token_hex(8)}"
             aside = _aside(data)
             draft = folder / f"{self.file}.{data.name}"
-            names = _names_beside(before) if beside is None else sorted(beside)
-            replaced = set() if beside is None else {*_names_beside(before), *names}
+            listed = dict(_beside_of(before)) if beside is None else _sums_of(beside)
+            replaced = set() if beside is None else {*_beside_of(before), *listed}
             try:
                 data.mkdir()
                 fields = write(data)
                 manifest = {**fields, "format": self.format, "format_version": self.version, "data": data.name}
                 manifest["files"] = checksums.of_folder(data)
-                if names:
-                    manifest["beside"] = names
+                if listed:
+                    manifest["beside"] = listed
                 if beside:
                     _write_beside(folder, aside, beside)
                 manifest["identity"] = identity_of(manifest)
@@ -163,8 +163,8 @@ class Kind:
             counts = isinstance(value, int) and 0 <= value < 2**63
             if type(value) is not kind or (kind is int and not counts):
                 raise DamagedFileError(f"{path}: expected {name} to be {kind.__name__}, found {value!r}", path)
-        beside = found.get("beside", [])
-        if not isinstance(beside, list) or not all(isinstance(n, str) and _FILE_NAME.fullmatch(n) for n in beside):
+        beside = found.get("beside", {})
+        if not isinstance(beside, dict) or not all(map(_FILE_NAME.fullmatch, beside)):
             raise DamagedFileError(f"{path}: expected beside to name files, found {beside!r}", path)
         data = found.get("data")
         if not isinstance(data, str) or not re.fullmatch(rf"{re.escape(self.data)}[0-9a-f]{{16}}", data):
@@ -199,7 +199,7 @@ class Kind:
         found = self._found(folder)
         if found is not None:
             data = folder / found["data"]
-            _put_in_place(folder, _aside(data), _names_beside(found))
+            _put_in_place(folder, _aside(data), _beside_of(found))
             self._sweep(folder, data)
         elif not (folder / self.file).exists():
             self._sweep(folder, None)
@@ -219,21 +219,27 @@ class Kind:
     def beside(self, path: Path) -> Path:
         """Where a file is that a save puts beside its data: at this path, or not put there yet.
 
-        Raises FileNotFoundError where the save that the folder has was made with such a file, and it is gone.
+        Raises:
+            FileNotFoundError: The save that the folder has was made with such a file, and it is gone.
+            DamagedFileError: The save was made with such a file, and this is another one.
         """
         for _ in range(_ATTEMPTS):
-            if path.exists():
-                return path
             found = self._found(path.parent)
-            if found is None or path.name not in _names_beside(found):
+            if found is None or path.name not in _beside_of(found):
                 return path
             waiting = _aside(path.parent / found["data"]) / path.name
-            if waiting.exists():
-                return waiting
-            if path.exists():
-                return path
+            for place in (path, waiting, path):
+                with contextlib.suppress(FileNotFoundError):  # it may be put in place meanwhile
+                    if checksums.of_file(place) == _beside_of(found)[path.name]:
+                        return place
             if found == self._found(path.parent):
                 break
+        if path.exists():
+            raise DamagedFileError(
+                f"{path}: not as it was written with the {self.what} beside it: damaged, or changed since. Make the "
+                f"{self.what} again, or keep a changed copy in another folder",
+                path,
+            )
         what = f"not there, although the {self.what} was made with it: make the {self.what} again"
         raise FileNotFoundError(errno.ENOENT, what, str(path))
 
@@ -243,8 +249,13 @@ def _aside(data: Path) -> Path:
     return data.with_name(f"{data.name}{BESIDE}")
 
 
-def _names_beside(manifest: Mapping[str, Any] | None) -> list[str]:
-    return [] if manifest is None else list(manifest.get("beside", []))
+def _beside_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The files beside the data by their names, with their checksums."""
+    return {} if manifest is None else manifest.get("beside", {})
+
+
+def _sums_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    return {name: checksums.of_bytes(files[name]) for name in sorted(files)}
 
 
 def _write_beside(folder: Path, aside: Path, files: Mapping[str, bytes]) -> None:
