@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import threading
-import time
 from sys import getsizeof
 
 import numpy as np
@@ -335,11 +334,9 @@ def test_what_is_refused_leaves_nothing_behind(folder):
             gc.collect()
             gc.disable()
             try:
-                assert send(client, sid).status_code in (413, 422)
-                until = time.monotonic() + 5  # the thread that answered may still be leaving its frames
-                while any(type(each) is Refusal for each in gc.get_objects()):
-                    assert time.monotonic() < until
-                    time.sleep(0.02)
+                assert {send(client, sid).status_code for _ in range(5)} <= {413, 422}
+                left = sum(type(each) is Refusal for each in gc.get_objects())
+                assert left < 3  # a thread may still be leaving its frames; a cycle would leave all five
             finally:
                 gc.enable()
 

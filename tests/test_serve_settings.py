@@ -75,6 +75,7 @@ def test_a_device_that_is_not_there_is_wrong_usage_before_anything_listens(given
 def captured(monkeypatch, *options):
     """The settings that `cdr serve STORE` with these options serves."""
     pytest.importorskip("uvicorn")
+    monkeypatch.setattr("cdr_kernel.serve.run.threads_run", lambda: False)  # those of other tests in this process
     made = []
     monkeypatch.setattr("cdr_kernel.serve.serve", lambda settings: made.append(settings) or 0)
     invoke("serve", "STORE", *options)

@@ -20,6 +20,7 @@ from cdr_kernel.serve.budget import Held
 from cdr_kernel.serve.decoding import decode_steps
 from cdr_kernel.serve.door import DEADLINE, Door
 from cdr_kernel.serve.errors import ErrorBody, ErrorDetail, Refusal, invalid, of_library
+from cdr_kernel.serve.faults import DAMAGED
 from cdr_kernel.serve.idempotency import HEADER as IDEMPOTENCY_KEY
 from cdr_kernel.serve.idempotency import check_key, digest_of
 from cdr_kernel.serve.keys import bearer, same
@@ -65,6 +66,7 @@ def build(
             yield
         finally:
             fresh.cancel()
+            service.faults.close()
             await asyncio.wait({loading}, timeout=CLOSE_S)
             loading.cancel()
             await asyncio.to_thread(service.close)
@@ -106,6 +108,11 @@ async def _load(service: Service, failed: Callable[[Exception], object] | None) 
 
 
 def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    def failed(request: Request, refusal: Refusal) -> Response:
+        if refusal.fault is not None:
+            service.note_fault(refusal.fault, request.state.tenant, operation.name, request.state.request_id)
+        return _refused(request, refusal.status, refusal.detail, refusal.headers)
+
     async def endpoint(request: Request) -> Response:
         request.state.operation = operation.name
         since = monotonic()
@@ -142,12 +149,12 @@ def _endpoint(service: Service, operation: Operation) -> Callable[[Request], Awa
             assert answer.encoded is not None
             held.take_answer(len(answer.encoded), applied=operation.keyed)
         except Refusal as refusal:
-            return _refused(request, refusal.status, refusal.detail, refusal.headers)
+            return failed(request, refusal)
         except Exception as error:
             refusal_ = of_library(error)
             if refusal_ is None:
                 raise
-            return _refused(request, refusal_.status, refusal_.detail, refusal_.headers)
+            return failed(request, refusal_)
         return Response(answer.encoded, 200, answer.headers, schema.MSGPACK if call.msgpack else schema.JSON)
 
     return endpoint
@@ -232,6 +239,8 @@ async def _readyz(service: Service, request: Request) -> Response:
     status = service.state
     if status == READY and service.shared is not None and not await service.shared.alive():
         status = FAILED
+    if status == READY and service.faults.damaged:
+        status = DAMAGED
     return _health(status, 200 if status == READY else 503)
 
 

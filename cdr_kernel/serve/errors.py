@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from cdr_kernel.constants import CKF_EXHAUSTED, LIMIT_REACHED, SAFETY_BUDGET_DEPLETED, TASK_COMPLETE
+from cdr_kernel.serve.faults import DAMAGED, IO_ERROR, NO_SPACE, StorageFault
 from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import SessionEnded
 
@@ -80,7 +81,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class Refusal(Exception):
-    """A request that is not done, with its status."""
+    """A request that is not done, with its status. fault: what was wrong with the store, where that is why."""
 
     def __init__(
         self,
@@ -92,8 +93,10 @@ class Refusal(Exception):
         expected: str | None = None,
         got: str | None = None,
         headers: dict[str, str] | None = None,
+        fault: StorageFault | None = None,
     ) -> None:
         super().__init__(message)
+        self.fault = fault
         self.status = status
         self.detail = ErrorDetail(code, message, field, expected, got)
         self.headers = headers or {}
@@ -165,8 +168,25 @@ def ended(error: SessionEnded) -> Refusal:
     return Refusal(409, "session_ended", message, headers={"CRP-Context-Continuation-Status": error.reasons[0]})
 
 
+_FAULTS = {
+    DAMAGED: (500, "a file of the store is damaged"),
+    NO_SPACE: (507, "the disk is full, and nothing was changed"),
+    IO_ERROR: (500, "the store could not be read or written"),
+}
+
+
+def of_fault(fault: StorageFault) -> Refusal:
+    """A request that the store failed. It names no file: the log does."""
+    status, what = _FAULTS[fault.kind]
+    cause = f" ({fault.cause})" if fault.cause else ""
+    return Refusal(status, fault.kind, f"{what}{cause}: see the server's log for this request_id", fault=fault)
+
+
 def of_library(error: Exception) -> Refusal | None:
-    """What a ValueError, TypeError, KeyError or SessionEnded of the library becomes; None for any other error."""
+    """What a ValueError, TypeError, KeyError, SessionEnded or fault of a store becomes; None for any other error."""
+    fault = StorageFault.of(error)
+    if fault is not None:
+        return of_fault(fault)
     if isinstance(error, SessionEnded):
         return ended(error)
     if isinstance(error, EmbeddingModelMismatch):

@@ -8,6 +8,8 @@ from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from cdr_kernel.serve.faults import KINDS
+
 LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 FACTS = (0, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
@@ -44,6 +46,9 @@ class Metrics:
         self.row_cache = Gauge("cdr_row_cache_bytes", "Memory of rows kept between windows", ["tenant"], registry=to)
         self.request_bytes = Gauge("cdr_request_bytes", "Bodies of requests that are held", ["tenant"], registry=to)
         self.answer_bytes = Gauge("cdr_answer_bytes", "Answers that wait for their readers", ["tenant"], registry=to)
+        self.faults = Counter("cdr_faults", "Damage and I/O errors of stores", ["kind"], registry=to)
+        for kind in KINDS:
+            self.faults.labels(kind)
         self.unread = Counter("cdr_unread", "Answers that their clients did not take", ["operation"], registry=to)
         ProcessCollector(registry=self.registry)
 

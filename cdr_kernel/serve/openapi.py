@@ -25,7 +25,8 @@ REFUSALS = {
     "422": "bad input: error.field, error.expected and error.got say what",
     "429": "too much at once; see Retry-After",
     "431": "the head is too large",
-    "500": "a fault of the server",
+    "500": "a fault of the server, a damaged file of the store, or an I/O error",
+    "507": "the disk is full; nothing was changed",
     "503": "loading, draining, too many connections, or the session store cannot be reached; see Retry-After",
     "504": "the deadline passed; nothing was changed",
 }

@@ -479,7 +479,7 @@ class Reranked(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """status: "ok", "loading", "draining" or "unavailable"."""
+    """status: "ok", "loading", "draining", "damaged" or "unavailable"."""
 
     status: str
     version: str

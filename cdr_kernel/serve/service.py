@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -19,6 +19,7 @@ from cdr_kernel.serve.batching import Batcher, Lane
 from cdr_kernel.serve.budget import Budget, Held
 from cdr_kernel.serve.embedding import Embedding
 from cdr_kernel.serve.errors import Refusal, invalid, late, refuse, too_large_answer, unavailable
+from cdr_kernel.serve.faults import Faults, StorageFault
 from cdr_kernel.serve.keys import DEFAULT_TENANT, Keys
 from cdr_kernel.serve.logs import Seldom, fault
 from cdr_kernel.serve.metrics import Metrics
@@ -183,6 +184,7 @@ class Service:
         self.stopping = False
         self.hosts = settings.hosts if settings.allowed_hosts else None
         self.seldom = Seldom()
+        self.faults = Faults(self.seldom, lambda kind: self.metrics.faults.labels(kind).inc())
         self.accepted = self.completed = self.cut_off = self.unread = 0
         self._read_until = float("inf")
         self._reading: set[asyncio.Timeout] = set()
@@ -314,7 +316,19 @@ class Service:
                 async with tenant.writes:
                     await tenant.writing.run(tenant.name, "refresh", tenant.facts.refresh)
             except Exception as error:  # the store as it is still serves; the log says what is wrong with it
-                fault(error, "refresh")
+                found = StorageFault.of(error)
+                if found is None:
+                    fault(error, "refresh")
+                else:
+                    self.note_fault(found, tenant, "refresh", "")
+
+    def note_fault(self, found: StorageFault, tenant: Tenant, operation: str, request_id: str) -> None:
+        """Count and log a fault of a tenant's store."""
+
+        def check() -> Awaitable[None]:
+            return self.loading.run(tenant.name, "check", lambda: tenant.facts.verify(self._go_on))
+
+        self.faults.note(found, check, tenant=tenant.name, operation=operation, request_id=request_id)
 
     def watch(self, tenant: Tenant) -> None:
         """Have /metrics read a tenant's sizes when it is asked."""
