@@ -279,6 +279,12 @@ class Shard:
         rows = rows_of(view, ids)
         return dict(zip(view.ids_at(rows), view.first_sequence[rows].tolist(), strict=True))
 
+    def numbers_of(self, view: StoreView, ids: tuple[str, ...]) -> dict[str, int]:
+        """As ``find``, of the facts that are here now, those past their time too: in one look, so that a fact that is
+        withheld at this moment is not missed."""
+        numbers = zip(ids, self.store.numbers_of(ids).tolist(), strict=True)
+        return {id: number for id, number in numbers if number >= 0}
+
     def ids_of(self, view: StoreView, numbers: Int64) -> dict[int, str]:
         """The ids of those of the facts that were added with these sequence numbers that are here, by number."""
         view = self.store.whole()

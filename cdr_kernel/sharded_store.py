@@ -382,7 +382,7 @@ class ShardedStore:
         """As ``FactStore.numbers_of``. Raises ShardsMissing where a shard that may have one of the ids cannot be
         asked."""
         wanted = list(ids)
-        found = self._located_withheld(wanted) | self._located(wanted)
+        found = self._located(wanted, "numbers_of")
         return np.array([found[id][1] if id in found else -1 for id in wanted], np.int64)
 
     def ids_of(self, numbers: Int64) -> list[str | None]:
@@ -637,8 +637,11 @@ class ShardedStore:
         """The shard of each of these ids that is there."""
         return {id: name for id, (name, _) in self._located(ids).items()}
 
-    def _located(self, ids: Sequence[str]) -> dict[str, tuple[str, int]]:
-        """The shard of each of these ids that is there, and the sequence number that its fact was added with."""
+    def _located(self, ids: Sequence[str], method: str = "find") -> dict[str, tuple[str, int]]:
+        """The shard of each of these ids that is there, and the sequence number that its fact was added with.
+
+        method: of `Shard`; "find", or "numbers_of" for facts that are past their time too.
+        """
         if not ids:
             return {}
         if self.by == "id":
@@ -647,10 +650,10 @@ class ShardedStore:
                 name: tuple(ids[j] for j in np.flatnonzero(owner == i).tolist()) for i, name in enumerate(self.shards)
             }
             asked = [group for group in self._snapshot.groups if own[group.name]]
-            found = self._ask_each("find", lambda group: (own[group.name],), asked)
+            found = self._ask_each(method, lambda group: (own[group.name],), asked)
         else:
             asked = list(self._snapshot.groups)
-            found = self._ask_each("find", lambda group: (tuple(ids),))
+            found = self._ask_each(method, lambda group: (tuple(ids),))
         return {
             id: (group.name, number) for group, part in zip(asked, found, strict=True) for id, number in part.items()
         }

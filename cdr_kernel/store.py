@@ -366,8 +366,8 @@ class FactStore:
     def numbers_of(self, ids: Iterable[str]) -> Int64:
         """The numbers by which session tokens name these facts.
 
-        A fact's number is the sequence number that it was added with. An upsert and a quarantine keep it. A fact that
-        was removed and added again has another one.
+        A fact's number is the sequence number that it was added with. An upsert and a quarantine keep it, and a fact
+        that is past its time has it still. A fact that was removed and added again has another one.
 
         Args:
             ids: M ids of facts.
@@ -521,7 +521,7 @@ class FactStore:
             sequence, rows = found.sequence, [known[i] for i in old]
             if sequence is None:
                 sequence = np.arange(self._next_sequence, self._next_sequence + len(found.ids))
-            if old and found.first_sequence is None:
+            if (old or self._withheld) and found.first_sequence is None:
                 found = found._replace(first_sequence=self._first_numbers(found.ids, sequence))
             if self._is_copy:
                 self.numbering, self._is_copy = self.numbering.branched(int(sequence[0])), False

@@ -206,6 +206,36 @@ def test_a_fact_takes_the_place_of_one_that_is_past_its_time(store, clock):
         assert other.facts.withheld == {}
 
 
+def test_the_number_of_a_fact_names_it_whatever_the_clock_says(store, clock):
+    now = clock[0]
+    add(store, ["a", "b", "c"], expires_at=[now + 1000, None, now + 1000])
+    numbers = store.facts.numbers_of(["a", "b", "c"])
+    clock[0] = now + 2000
+    store.refresh()
+    assert store.facts.ids == ["b"]
+    add(store, ["d"])
+    store.upsert(["a"], ["a again"], vectors(1))
+    added = [*numbers.tolist(), *store.facts.numbers_of(["d"]).tolist()]
+    assert len(set(added)) == 4
+    store.snapshot()
+    with (
+        DurableStore.open(store.path) as mapped,
+        DurableStore.from_facts(mapped.facts, store.path.parent / "x") as copy,
+    ):
+        for each in (store, mapped, copy):
+            for clock[0] in (now + 2000, now):
+                each.refresh()
+                assert each.facts.numbers_of(["a", "b", "c", "d"]).tolist() == added
+                assert each.facts.ids_of(np.array(added)) == ["a", "b", "c", "d"]
+            assert each.facts.ids == ["b", "c", "d", "a"]
+    clock[0] = now + 2000
+    store.refresh()
+    store.remove(["c"])
+    add(store, ["c"])
+    assert store.facts.ids_of(numbers) == ["a", "b", None]
+    assert store.facts.numbers_of(["c"])[0] > max(added)
+
+
 def test_a_store_in_memory_keeps_what_it_withholds(tmp_path):
     store = FactStore(DIM, embedding_model=MODEL)
     found = store.check(["a", "b", "c"], ["a", "b", "c"], vectors(3))
@@ -226,6 +256,8 @@ def test_a_store_in_memory_keeps_what_it_withholds(tmp_path):
     assert other.get(["a"])[0].text == "a"
     store.upsert(["a"], ["new"], vectors(1, 5))
     assert (store.ids, store.withheld) == (["c", "a"], {})
+    assert store.numbers_of(["a"]) == 0
+    assert store.ids_of(np.arange(4)) == ["a", None, "c", None]
     assert store.look(10**10) == (1, 0)
     assert store.remove(["c"]) == 1
     assert store.look(0) == (0, 0)

@@ -1193,6 +1193,26 @@ def test_what_expires_does_so_in_shards(tmp_path, monkeypatch):
             assert explain(query, ShardedRetriever(late), spec(items), "f100").fact.id == "f100"
 
 
+def test_a_fact_has_its_number_while_a_clock_withholds_it(monkeypatch):
+    r, start = np.random.default_rng(6), moments.now() + 10**12
+    store = FactStore(DIM, embedding_model=MODEL)
+    store.apply(moments.expiring(store.check(**facts(r, 30)), [start] * 30))
+    ids, numbers = store.ids, store.numbers_of(store.ids)
+    with ShardedStore.split(store, shards=2) as sharded:
+        ask = sharded._ask_each
+
+        def then_expired(*arguments):
+            found = ask(*arguments)
+            monkeypatch.setattr(sharded, "_ask_each", ask)
+            sharded.expire(start / 1e6 + 1)
+            return found
+
+        monkeypatch.setattr(sharded, "_ask_each", then_expired)
+        np.testing.assert_array_equal(sharded.numbers_of(ids), numbers)
+        assert len(sharded) == 0
+        np.testing.assert_array_equal(sharded.numbers_of(ids), numbers)
+
+
 def test_a_session_with_more_sub_queries_is_asked_for_anew(world):
     store, items, query = world
     more = SubQuery("more", "More", " ".join(WORDS[:3]), np.eye(DIM)[1] + 0.5)
@@ -1251,6 +1271,7 @@ def test_what_a_wrong_clock_withheld_comes_back_in_shards(tmp_path, by):
         with pytest.raises(KeyError, match="not in the store"):
             later.remove([past[0]])
         later.upsert([past[3]], ["new"], r.standard_normal((1, DIM)))
+        assert later.numbers_of(past[:5]).tolist() == [-1, -1, *store.numbers_of(past[2:5])]
         assert len(later) == version + 2
         later.expire(start / 1e6)
         assert len(later) == len(later.ids) == 88
