@@ -357,7 +357,7 @@ class DurableStore:
         with self._lock:
             added = self._change(lambda: commits.put(self._replica, found, replace=replace))
             if any(moment is not None and moment <= moments.now() for moment in expiries):
-                self.facts.look(moments.now())
+                self._look()
             return added
 
     def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
@@ -392,7 +392,7 @@ class DurableStore:
         wanted = _distinct(ids)
         with self._lock:
             count = self._change(lambda: commits.release(self._replica, wanted))
-            self.facts.look(moments.now())
+            self._look()
             return count
 
     def expire(self, now: datetime | float | None = None, *, grace: float = moments.GRACE) -> int:
@@ -423,7 +423,7 @@ class DurableStore:
 
         with self._lock:
             deleted = self._change(delete)
-            self.facts.look(moment)
+            self._look(moment)
             return deleted
 
     def refresh(self) -> bool:
@@ -438,7 +438,7 @@ class DurableStore:
             record = self._replica.record.newest()
             changed = record is not self._replica.record
             self._replica.with_newest(record, self._replica.catch_up)
-            self.facts.look(moments.now())
+            self._look()
             return changed or self.facts.version != before
 
     # The folder
@@ -482,8 +482,8 @@ class DurableStore:
             if self.facts.view().rows > len(self.facts.whole()):
                 mapped = self._mapped()
                 if mapped is not None:
+                    mapped.look(moments.now())  # first, so that no ranking has what is past its time
                     self.facts.adopt(mapped)
-                    self.facts.look(moments.now())
 
     @property
     def verified(self) -> bool:
@@ -553,7 +553,7 @@ class DurableStore:
                 mapped_again = self._mapped() if worth else None
                 if mapped_again is not None:
                     replica.facts = mapped_again
-        self.facts.look(moments.now())
+        self._look()
 
     def _from_snapshot(self) -> Found | str:
         try:
@@ -575,6 +575,16 @@ class DurableStore:
             return None
         self._check_behind(found.facts)
         return found.facts
+
+    def _look(self, moment: int | None = None) -> None:
+        """Withhold what is past its time at this moment, the present for None."""
+        moment = moments.now() if moment is None else moment
+        try:
+            self.facts.look(moment)
+        except DamagedFileError as error:  # of the snapshot that is mapped
+            self._damage = str(error)
+            self._put_right(self._damage)
+            self.facts.look(moment)
 
     def _check_behind(self, facts: FactStore) -> None:
         self._checking = threading.Thread(target=self._check, args=(facts,), name="cdr-snapshot")
@@ -603,7 +613,6 @@ class DurableStore:
                 return
             say(f"warning: {damage}; the facts are read from the record again")
             self._replica.reread(Record.open(self.path / RECORD), in_place=True)
-            self.facts.look(moments.now())
             self._snapshot_version = None
             with contextlib.suppress(OSError):
                 self.snapshot(codes=False)

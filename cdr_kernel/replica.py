@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from cdr_kernel import moments
 from cdr_kernel.arrays import Int64
 from cdr_kernel.folder import turn
 from cdr_kernel.lance_record import LIVE, Record
@@ -155,6 +156,7 @@ class Replica:
             for batch in record.batches(f"status = '{LIVE}'"):
                 facts.apply(*from_rows(batch, facts, record))
                 advance(batch.num_rows)
+        facts.look(moments.now())  # before anyone has them, so that no ranking has what is past its time
         return facts, quarantined(record), record.next_sequence(), record
 
     def with_newest(self, record: Record, use: Callable[[Record], T]) -> T:

@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vectors
+from fact_stores import flip
 
 from cdr_kernel import FactStore, Retriever, moments, replica
+from cdr_kernel import store as store_module
 from cdr_kernel.durable import DurableStore
 
 
@@ -234,6 +236,37 @@ def test_the_number_of_a_fact_names_it_whatever_the_clock_says(store, clock):
     add(store, ["c"])
     assert store.facts.ids_of(numbers) == ["a", "b", None]
     assert store.facts.numbers_of(["c"])[0] > max(added)
+
+
+def test_no_ranking_has_what_is_past_its_time_while_a_snapshot_is_taken_up(store, clock, monkeypatch):
+    """Not for a moment: another thread may rank between any two steps."""
+    now, seen = clock[0], []
+    add(store, ["a", "b", "c"], expires_at=[now + 10, None, None])
+    store.remove(["c"])
+    clock[0] = now + 20
+    store.refresh()
+    adopt = FactStore.adopt
+
+    def watched(facts, other):
+        adopt(facts, other)
+        seen.append(facts.view().ids)
+
+    monkeypatch.setattr(FactStore, "adopt", watched)
+    store.compact()
+    store._replica.reread(store._replica.record, in_place=True)
+    assert seen == [["b"], ["b"]]
+
+
+def test_damage_to_the_ids_of_what_is_past_its_time_is_put_right(store, clock, monkeypatch):
+    add(store, ["a", "b"], expires_at=[clock[0] - 1, None])
+    store.snapshot()
+    monkeypatch.setattr(store_module, "_AT_ONCE", 0)
+    monkeypatch.setattr(DurableStore, "_check_behind", lambda self, facts: None)  # which would come upon it first
+    (ids,) = (store.path / "snapshot").glob("*/ids.utf8")
+    flip(ids, 0)
+    with DurableStore.open(store.path) as again:
+        assert (again.facts.ids, list(again.facts.withheld)) == (["b"], ["a"])
+        assert "ids.utf8" in again.verify()
 
 
 def test_a_store_in_memory_keeps_what_it_withholds(tmp_path):

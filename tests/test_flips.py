@@ -121,7 +121,7 @@ def with_codes(folder):
 
 def durable(folder, snapshot=False):
     with DurableStore.create(folder, DIM, embedding_model=MODEL) as store:
-        store.add(**facts(250))
+        store.add(**facts(250), expires_at=[1.0 if i % 50 == 0 else None for i in range(250)])
         store.remove(["f3", "f77"])
         store.quarantine(["f9"], "odd")
         if snapshot:
@@ -139,7 +139,7 @@ def asked_durable(folder):
         except DamagedFileError:  # of a snapshot that is mapped and not checked yet: it is put right in a moment
             store.verify()
             given = answers(store.facts)
-        return given, store.quarantined(), store.facts.ids
+        return given, store.quarantined(), store.facts.ids, store.facts.whole().ids
 
 
 def shards(folder):
