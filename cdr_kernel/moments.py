@@ -13,7 +13,7 @@ import numpy as np
 
 from cdr_kernel.arrays import Int64
 from cdr_kernel.checks import check_order
-from cdr_kernel.folder import draft
+from cdr_kernel.folder import draft, identity_of
 from cdr_kernel.store import Checked, StoreView
 from cdr_kernel.store_columns import EXPIRES as EXPIRES  # for those who import it from here
 
@@ -49,8 +49,9 @@ def confirmed(path: Path, moment: int, grace: float) -> int | None:
         new.append(moment)
     looks = [*old[-1:], *new]
     if looks != before:
+        said = {"looks": looks}
         with draft(path) as written:
-            written.write_text(json.dumps({"looks": looks}), encoding="ascii")
+            written.write_text(json.dumps({**said, "identity": identity_of(said)}), encoding="ascii")
             os.replace(written, path)
     return old[-1] if old else None
 
@@ -58,9 +59,9 @@ def confirmed(path: Path, moment: int, grace: float) -> int | None:
 def _looks(path: Path) -> list[int]:
     """The moments of earlier looks, ascending."""
     try:
-        looks = json.loads(path.read_bytes())["looks"]
-        return sorted(look for look in looks if type(look) is int)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        said = json.loads(path.read_bytes())
+        return sorted(said["looks"]) if said["identity"] == identity_of(said) else []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return []
 
 
