@@ -165,6 +165,35 @@ def test_facts_go_in_and_out(files, durable):
     assert ids == {f"f{i}" for i in range(3, 33)}
 
 
+def test_a_wrong_clock_loses_nothing(files, durable, monkeypatch):
+    from cdr_kernel import moments
+    from cdr_kernel.durable import DurableStore
+
+    now, day, days = moments.now(), 86400 * 10**6, [0]
+    monkeypatch.setattr(moments, "now", lambda: now + days[0] * day)
+    with DurableStore.open(durable) as store:
+        rows = np.random.default_rng(1).standard_normal((3, store.dim))
+        store.add(["new0", "new1", "new2"], ["one", "two", "three"], rows, expires_at=[now / 1e6 + 86400, None, 4e9])
+    before = ranked(files, durable)["results"]
+    assert len(before) == 33
+    days[0] = 365  # of one machine
+    for command in ("expire", "compact", "snapshot", "expire", "compact"):
+        done = invoke("store", command, durable)
+        assert done.exit_code == 0
+        assert {r["id"] for r in ranked(files, durable)["results"]} == {r["id"] for r in before} - {"new0"}
+    found = answer("store", "expire", durable)
+    assert (found["deleted"], found["withheld"]) == (0, 1)
+    assert answer("store", "stats", durable)["withheld"] == 1
+    days[0] = 0
+    assert ranked(files, durable)["results"] == before
+    assert answer("store", "stats", durable)["withheld"] == 0
+    for days[0], deleted in ((0, 0), (2, 0), (8, 0), (9, 1), (10, 0)):  # day 9 agrees with day 2
+        found = answer("store", "expire", durable)
+        assert (found["deleted"], found["withheld"]) == (deleted, int(days[0] in (2, 8)))
+    days[0] = 0
+    assert {r["id"] for r in ranked(files, durable)["results"]} == {r["id"] for r in before} - {"new0"}
+
+
 def test_the_folder_is_kept(durable):
     before = answer("store", "stats", durable)
     answer("store", "remove", durable, "f5")

@@ -44,8 +44,8 @@ class NewFact(Question, kw_only=True, gc=False):
     """A fact to add. Without an embedding the server's --embed makes one from the text.
 
     text: may be blank; one of fewer than six tokens has no n-gram, so that the guard never acts on it. attributes:
-    further columns, of one type each, that rankings may be limited by. expires_at: seconds since 1970 when the fact is
-    taken out, of durable stores alone.
+    further columns, of one type each, that rankings may be limited by. expires_at: seconds since 1970 from when the
+    fact is in no ranking, of durable stores alone.
     """
 
     id: Name
