@@ -99,7 +99,8 @@ class Ranking:
 
     facts: a tuple, or of a ranking without k a sequence that makes them when they are looked at (`stored`).
 
-    newest: the sequence number of the newest fact that was there to be ranked, -1 where there was none (reading R37).
+    newest: the sequence number of the newest fact that was there to be ranked, -1 where there was none (reading R37),
+    and -1 where shards are missing, so that a session that ends by exhaustion may rank again.
 
     complete: whether all facts were looked at; only shards that could not be reached in time make it False
     (see `sharded`), and missing_shards names them. What a ranking shows of itself says so.

@@ -656,7 +656,7 @@ def _ranking(
         guard_activations=sum(answer.activations for answer in merge.answers),
         coverage_depth=len(state.coverage),
         store_version=window.snapshot.version,
-        newest=window.snapshot.newest,
+        newest=-1 if window.missing else window.snapshot.newest,
         complete=not window.missing,
         missing_shards=tuple(sorted(window.missing)),
         considered=None if window.missing else considered,
