@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from cdr_kernel.terminal import drop_output, flush, print_json, say
+from cdr_kernel.terminal import drop_output, flush, log_on_stderr, print_json, say
 from cdr_kernel.writer import WriterError
 
 
@@ -61,7 +61,7 @@ def command(group: typer.Typer, body: Callable[..., None], name: str | None = No
     @functools.wraps(body)
     def guarded(*args: Any, **kwargs: Any) -> None:
         as_json = bool(kwargs.get("as_json"))
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), log_on_stderr():
             warnings.simplefilter("ignore")
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")

@@ -13,6 +13,7 @@ import typer
 import cdr_kernel
 from cdr_kernel.files import FileError, Task, names_array, read_one_or_more, read_task_vectors, read_vector
 from cdr_kernel.store_folder import KIND
+from cdr_kernel.terminal import Progress
 
 _MISTYPED = re.compile(r"\S+\.np[a-z]?:?\S*")  # a query that is meant to be a file
 
@@ -22,7 +23,7 @@ def opened_store(path: Path) -> cdr_kernel.FactStore:
     if (path / "facts.lance").is_dir():
         from cdr_kernel.durable import DurableStore
 
-        return DurableStore.open(path).facts
+        return DurableStore.open(path, progress=Progress).facts
     try:
         return cdr_kernel.FactStore.load(path)
     except (OSError, ValueError, MemoryError):

@@ -191,7 +191,7 @@ def expire(
 def _opened(path: Path, embedding_model: str | None = None) -> DurableStore:
     from cdr_kernel.durable import DurableStore
 
-    return DurableStore.open(path, embedding_model=embedding_model)
+    return DurableStore.open(path, embedding_model=embedding_model, progress=Progress)
 
 
 def _told(store: DurableStore, as_json: bool, what: str, **numbers: Any) -> None:

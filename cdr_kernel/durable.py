@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import unicodedata
@@ -32,16 +33,17 @@ from cdr_kernel.forks import Lock
 from cdr_kernel.lance_record import Record
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.record_rows import check_names, check_text
-from cdr_kernel.replica import Replica
+from cdr_kernel.replica import Progress, Replica, no_progress
 from cdr_kernel.snapshot import Found
 from cdr_kernel.store import Added, Checked, EmbeddingModelMismatch, FactStore
-from cdr_kernel.terminal import say
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
 
 __all__ = ["RECORD", "SNAPSHOT", "WORTH_SNAPSHOT", "Advance", "DurableStore", "check_new_folder", "is_durable"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 LOOKS = "expiry.json"
 """In the folder: when ``expire`` looked at the clock."""
@@ -60,12 +62,19 @@ class DurableStore:
     withheld at once by every process whose clock says so, and stays in the record until ``expire`` deletes it.
     """
 
-    def __init__(self, path: Path, record: Record, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        record: Record,
+        tokenizer: Tokenizer | None,
+        hash_key: HashKey | None,
+        progress: Progress = no_progress,
+    ) -> None:
         """For ``create`` and ``open``."""
         self.path = path
         self._lock = Lock()
         self._tokenizer, self._hash_key = tokenizer, hash_key
-        self._replica = Replica(record, tokenizer, hash_key)
+        self._replica = Replica(record, tokenizer, hash_key, progress)
         self._closed = False
         self._checking: threading.Thread | None = None
         self._damage: str | None = None
@@ -118,19 +127,21 @@ class DurableStore:
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
         verify: bool = False,
+        progress: Progress | None = None,
     ) -> DurableStore:
         """The newest version of a store.
 
         embedding_model: EmbeddingModelMismatch unless it is the store's; not compared for None. tokenizer, hash_key:
         those the store was made with, ValueError for others. verify: whether to check every block of the snapshot
-        before returning rather than in the background.
+        before returning rather than in the background. progress: shows how far long reads of the record are: called
+        with what is counted and how many there are, it gives a context manager with a function to advance.
 
         Facts are mapped from the snapshot where it fits the record, and what was committed since is read; else all
-        are read from the record, with a line on standard error where that takes long, and a snapshot is written. Facts
+        are read from the record, which is logged (level INFO) where it takes long, and a snapshot is written. Facts
         that are past their time are withheld. Raises FileNotFoundError where there is no durable store, ValueError
         for a damaged one or one of a later format, ImportError without the extra `store`.
         """
-        store = cls._open(Path(path), embedding_model, tokenizer, hash_key)
+        store = cls._open(Path(path), embedding_model, tokenizer, hash_key, progress=progress)
         if verify:
             store.verify()
         return store
@@ -144,6 +155,7 @@ class DurableStore:
         hash_key: HashKey | None,
         *,
         new: bool = False,
+        progress: Progress | None = None,
     ) -> DurableStore:
         if not is_durable(folder):
             what = f"expected {RECORD}"
@@ -156,7 +168,7 @@ class DurableStore:
             own = about["embedding_model"]
             advice = f"the store in {folder} is of {own!r}: ask for that or for none, or open another store"
             raise EmbeddingModelMismatch("embedding_model", own, embedding_model, advice)
-        store = cls(folder, record, tokenizer, hash_key)
+        store = cls(folder, record, tokenizer, hash_key, progress or no_progress)
         store.facts.check_hasher(about, f"{folder}")
         with store._lock:  # the check of the snapshot that this starts waits with putting anything right
             store._fill(new)
@@ -562,7 +574,7 @@ class DurableStore:
             )
         except DamagedFileError as error:
             if self._damage is None:
-                say(f"warning: {error}; the facts are read from the record again")
+                _log.warning("%s; the facts are read from the record again", error)
             self._damage = str(error)
             return self._damage
 
@@ -600,7 +612,7 @@ class DurableStore:
                 try:
                     self._put_right(self._damage)
                 except (OSError, ValueError) as other:
-                    say(f"warning: {self.path}: the facts could not be read from the record again ({other})")
+                    _log.warning("%s: the facts could not be read from the record again (%s)", self.path, other)
 
     def _stop_when_closed(self, _: int) -> None:
         if self._closed or not threading.main_thread().is_alive():
@@ -611,7 +623,7 @@ class DurableStore:
         with self._lock:
             if self.facts.verified and not cut_short:
                 return
-            say(f"warning: {damage}; the facts are read from the record again")
+            _log.warning("%s; the facts are read from the record again", damage)
             self._replica.reread(Record.open(self.path / RECORD), in_place=True)
             self._snapshot_version = None
             with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from pathlib import Path
 from cdr_kernel import lance_record
 from cdr_kernel.folder import LOCK, draft_folder, sync_folder, turn
 from cdr_kernel.lance_record import Record
-from cdr_kernel.terminal import say
+
+_log = logging.getLogger(__name__)
 
 RECORD = "facts.lance"
 SNAPSHOT = "snapshot"
@@ -65,8 +67,10 @@ def newest_record(folder: Path) -> Record:
             raise damage from refused
         if aside is None:
             raise
-        say(
-            f"warning: {folder / RECORD}: set aside {aside}, whose end is missing, for the version before it: torn "
-            "before anybody was told of the commit"
+        _log.warning(
+            "%s: set aside %s, whose end is missing, for the version before it: torn before anybody was told of the "
+            "commit",
+            folder / RECORD,
+            aside,
         )
         return Record.open(folder / RECORD)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -16,14 +18,22 @@ from cdr_kernel.folder import turn
 from cdr_kernel.lance_record import LIVE, Record
 from cdr_kernel.record_rows import from_rows, quarantined
 from cdr_kernel.store import Checked, FactStore
-from cdr_kernel.terminal import Progress, say
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
 
 T = TypeVar("T")
 
 _ATTEMPTS = 50
-_LONG_WORK = 100_000  # facts from which reading them is said on standard error
+_LONG_WORK = 100_000  # facts from which reading them is logged
+_log = logging.getLogger(__name__)
+
+Progress: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+"""Shows how far long work is: called with what is counted and how many there are; gives a function to advance."""
+
+
+def no_progress(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
+    """A `Progress` that shows nothing."""
+    return nullcontext(lambda count: None)
 
 
 class Replica:
@@ -34,7 +44,13 @@ class Replica:
     first sequence. next_sequence: what the next fact gets.
     """
 
-    def __init__(self, record: Record, tokenizer: Tokenizer | None, hash_key: HashKey | None) -> None:
+    def __init__(
+        self,
+        record: Record,
+        tokenizer: Tokenizer | None,
+        hash_key: HashKey | None,
+        progress: Progress = no_progress,
+    ) -> None:
         about = record.about
         self.folder = record.path.parent
         self.record = record
@@ -47,6 +63,7 @@ class Replica:
             tokenizer=tokenizer,
             hash_key=hash_key,
         )
+        self._progress = progress
         self.version = record.version
         self.alone = False  # whether the turn that is taken keeps other processes out
 
@@ -134,7 +151,7 @@ class Replica:
     def reread(self, record: Record, *, in_place: bool, why: str | None = None) -> None:
         """Read all facts of a version, or of a newer one.
 
-        in_place: whether those who hold `facts` see them. why: said on standard error where it takes long.
+        in_place: whether those who hold `facts` see them. why: logged where it takes long.
         """
         facts, held, following, record = self.with_newest(record, lambda record: self._read(record, why))
         if in_place:
@@ -151,8 +168,8 @@ class Replica:
         facts.numbering, facts._is_copy = record.numbering, True
         record.check_unique()
         if why is not None and total >= _LONG_WORK:
-            say(f"{self.folder}: reading {total:,} facts from the record, {why}")
-        with Progress("facts", total) as advance:
+            _log.info("%s: reading %s facts from the record, %s", self.folder, f"{total:,}", why)
+        with self._progress("facts", total) as advance:
             for batch in record.batches(f"status = '{LIVE}'"):
                 facts.apply(*from_rows(batch, facts, record))
                 advance(batch.num_rows)

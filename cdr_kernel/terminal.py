@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,28 @@ def drop_output() -> None:
 def say(message: str) -> None:
     """One line on standard error, without control characters."""
     print(printable(message), file=sys.stderr, flush=True)
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        say(f"{level}{record.getMessage()}")
+
+
+@contextlib.contextmanager
+def log_on_stderr() -> Iterator[None]:
+    """Say what the package logs, from level INFO on, while the block runs."""
+    logger, handler = logging.getLogger("cdr_kernel"), _Said()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def printable(text: str) -> str:

@@ -92,11 +92,12 @@ def test_a_store_in_memory_becomes_durable(tmp_path):
         assert again.facts.ids == ["c", "a", "d"]
 
 
-def test_nobody_is_told_that_a_new_store_has_no_snapshot(big, tmp_path, monkeypatch, capsys):
+def test_nobody_is_told_that_a_new_store_has_no_snapshot(big, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(replica, "_LONG_WORK", 1)
+    caplog.set_level("INFO", "cdr_kernel")
     DurableStore.from_facts(big.facts, tmp_path / "copied").close()
     big.export(tmp_path / "f.safetensors")
     DurableStore.from_export(tmp_path / "f.safetensors", tmp_path / "exchanged").close()
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
     DurableStore.open(tmp_path / "copied").close()
-    assert "reading 296 facts from the record, its snapshot is missing" in capsys.readouterr().err
+    assert "reading 296 facts from the record, its snapshot is missing" in caplog.text

@@ -139,13 +139,13 @@ def damaged(path, at=None):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_changed_bit_in_a_snapshot_is_found_and_put_right(big, name, capsys):
+def test_a_changed_bit_in_a_snapshot_is_found_and_put_right(big, name, caplog):
     expected = contents(big.facts)
     damaged(data(big) / name)
     with DurableStore.open(big.path, verify=True) as again:
         if again.facts.path is not None:  # else what is checked at open told already
             assert name in again.verify()
-            assert "is not as it was written; the facts are read from the record again" in capsys.readouterr().err
+            assert "is not as it was written; the facts are read from the record again" in caplog.text
             assert "is not as it was written" in again.stats()["snapshot"]
         assert contents(again.facts) == expected
         add(again, ["more"])
