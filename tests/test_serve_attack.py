@@ -182,7 +182,7 @@ def server(tmp_path_factory):
 
 def honest_ranks(server, until):
     """(status, seconds) of ranks, one after the other, until `until()` is true; every tenth over a new connection, and
-    after every tenth an update."""
+    after every tenth an update and a new session."""
     path, client, seen = server.session("h"), server.client("h"), []
     with suppress(ConnectionError, OSError):
         while not until(seen):
@@ -195,8 +195,7 @@ def honest_ranks(server, until):
                 status, _ = client.ask("POST", f"{path}/update", update(["s0"]))
                 seen.append([status, 0.0])
                 client.close()
-                if len(seen) % 110 == 0:
-                    path = server.session("h")
+                path = server.session("h")  # an update may end the one before
             time.sleep(0.005)
     client.close()
     return seen
