@@ -422,6 +422,14 @@ def test_updates_as_the_package(surface, theirs, steps, model):
         assert state(a) == state(b)
 
 
+@pytest.mark.parametrize("item", [None, "text", 3, (1, 2)])
+def test_an_item_of_a_report_without_attributes_addresses_nothing(surface, theirs, item):
+    for module in (theirs, surface):
+        made = module.CoverageSet("m")
+        step(module, made, "report", [item], None, 1, "m")
+        assert state(made)[:2] == ([], [])
+
+
 def step(surface, made, kind, addressed, whole, window, named):
     """One call that changes a coverage set."""
     if kind == "reset":

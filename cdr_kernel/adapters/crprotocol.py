@@ -302,15 +302,18 @@ def update_coverage_after_window(
     """``coverage_set.update`` with the report's ``addressed_sub_queries``.
 
     dpe_report: an object whose list holds dicts or objects with text, embedding and, if they have them, id and
-    depth_weight (anything but a list counts as nothing addressed); or a dict whose list holds dicts. None: nothing.
+    depth_weight; or a dict whose list holds dicts. Anything but a list counts as nothing addressed, and so
+    do items that are no dicts and have no attributes of their own. None: nothing.
     """
     addressed: Any = []
     if hasattr(dpe_report, "addressed_sub_queries"):
         found = dpe_report.addressed_sub_queries
         names = ("text", "embedding", "depth_weight", "id")
         for item in found if isinstance(found, list) else []:
-            fields = item if isinstance(item, dict) else {n: getattr(item, n) for n in names if hasattr(item, n)}
-            addressed.append(fields)
+            if isinstance(item, dict):
+                addressed.append(item)
+            elif hasattr(item, "__dict__"):  # the package passes over None, numbers and strings
+                addressed.append({n: getattr(item, n) for n in names if hasattr(item, n)})
     elif isinstance(dpe_report, dict):
         addressed = dpe_report.get("addressed_sub_queries", [])
     coverage_set.update(addressed_sub_queries=addressed, all_sub_queries=all_sub_queries, window_number=window_number)
