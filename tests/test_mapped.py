@@ -108,7 +108,7 @@ def test_codes_that_were_cut_short_are_made_again(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [False, True])
-def test_a_snapshot_that_was_cut_short_is_put_right_from_the_record(tmp_path, capsys, change):
+def test_a_snapshot_that_was_cut_short_is_put_right_from_the_record(tmp_path, caplog, change):
     pytest.importorskip("lance", reason="needs the extra store")
     from cdr_kernel.durable import DurableStore
 
@@ -121,7 +121,7 @@ def test_a_snapshot_that_was_cut_short_is_put_right_from_the_record(tmp_path, ca
         with pytest.raises(DamagedFileError, match=r"texts\.utf8"):
             cdr_rank(np.ones(DIM), retriever, session(), k=5)
         assert store.remove(["f0"]) == 1 if change else store.refresh()
-        assert "texts.utf8: expected" in capsys.readouterr().err
+        assert "texts.utf8: expected" in caplog.text
         assert "it was cut short" in store.stats()["snapshot"]
         assert cdr_rank(np.ones(DIM), retriever, session(), k=5).ids == before.ids
     with DurableStore.open(tmp_path / "d", verify=True) as again:
