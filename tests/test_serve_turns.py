@@ -289,3 +289,15 @@ def test_closing_does_not_wait_for_ever_and_names_what_runs(turns):
     assert isinstance(waited, Refusal)
     assert pool.close(soon())
     assert pool.running() == []
+
+
+def test_a_job_that_is_answered_has_left_the_queue(turns):
+    """A client that sends its next request at once is not refused because of the one before."""
+    pool = turns(depth=1)
+
+    async def run():
+        for _ in range(300):
+            assert await pool.run("a", "job", lambda: 7) == 7
+            assert pool.running() == []
+
+    asyncio.run(run())

@@ -178,16 +178,18 @@ class Turns:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            ended = self._work(job)
+            result = self._work(job)
             with self._turn:
                 self._current[threading.current_thread()] = None
-                if not ended and not self._closed:
+                if result is None and not self._closed:
                     self._enqueue(job)
                 elif self._jobs[job.tenant] == 1:
                     del self._jobs[job.tenant]
                 else:
                     self._jobs[job.tenant] -= 1
-            del job  # so that nothing of it stays while none waits
+            if result:  # told last: a client that has its answer also has its place in the queue back
+                _tell(job.future, result[0])
+            del job, result  # so that nothing of it stays while none waits
 
     def _next(self) -> _Job | None:
         with self._turn:
@@ -212,22 +214,22 @@ class Turns:
                     return job
         return None
 
-    def _work(self, job: _Job) -> bool:
-        """One turn of a job; whether it has ended."""
+    def _work(self, job: _Job) -> tuple[Any, ...] | None:
+        """One turn of a job: None if the job goes on, else what it returned or raised; empty where nobody waits."""
         until = monotonic() + self._turn_s
         job.turns += 1
         try:
             while job.wanted:
                 job.context.run(next, job.steps)
                 if self._closed or monotonic() >= until:
-                    return False
+                    return None
             job.steps.close()
         except StopIteration as end:
-            _tell(job.future, end.value)
+            return (end.value,)
         except BaseException as error:  # goes to the one who asked, and the thread goes on
-            _tell(job.future, error)
-            del job  # whose future has the error, and the error's traceback has this frame
-        return True
+            del job  # whose future will have the error, and the error's traceback has this frame
+            return (error,)
+        return ()
 
 
 def where(frame: Any) -> list[str]:
