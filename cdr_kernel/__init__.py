@@ -22,7 +22,7 @@ from cdr_kernel import constants, reference
 from cdr_kernel.assess import assess
 from cdr_kernel.columns import Columns
 from cdr_kernel.constants import Depth
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
 from cdr_kernel.explain import Explanation, explain
 from cdr_kernel.gate import GateReport, gate_report, suggest_min_relevance
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
@@ -32,7 +32,7 @@ from cdr_kernel.rank import Ranking, cdr_rank, rank_many
 from cdr_kernel.retrieve import Candidates, Retriever
 from cdr_kernel.score import Scores, available_impls, cdr_score
 from cdr_kernel.session import Session
-from cdr_kernel.store import EmbeddingModelMismatch, Fact, FactStore, StoreView
+from cdr_kernel.store import Fact, FactStore, StoreView
 from cdr_kernel.task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import tokenize
 from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_array, scale_rows
 from cdr_kernel.checks import check_integer, check_number, check_order
+from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.steps import finish
-from cdr_kernel.store import EmbeddingModelMismatch, FactStore, StoreView, view_of
+from cdr_kernel.store import FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import PIECE, pieces, tokenize
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cdr_kernel.arrays import Growing, Int64
 from cdr_kernel.checks import check_order
 from cdr_kernel.checksums import Files
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import synced
 
 Value: TypeAlias = str | int | float | bool

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 
 BLOCK = 1 << 20
 """Bytes under one checksum."""

@@ -11,7 +11,8 @@ from typing import Any
 import typer
 
 import cdr_kernel
-from cdr_kernel.files import FileError, Task, names_array, read_one_or_more, read_task_vectors, read_vector
+from cdr_kernel.exceptions import FileError
+from cdr_kernel.files import Task, names_array, read_one_or_more, read_task_vectors, read_vector
 from cdr_kernel.store_folder import KIND
 from cdr_kernel.terminal import Progress
 

@@ -26,8 +26,8 @@ from cdr_kernel import commits, copies, exchange, lance_record, moments, snapsho
 from cdr_kernel.attributes import Value
 from cdr_kernel.checks import check_order, check_strings
 from cdr_kernel.copies import Advance
-from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
+from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
 from cdr_kernel.folder import turn
 from cdr_kernel.forks import Lock
 from cdr_kernel.lance_record import Record
@@ -35,7 +35,7 @@ from cdr_kernel.numbering import Numbering
 from cdr_kernel.record_rows import check_names, check_text
 from cdr_kernel.replica import Progress, Replica, no_progress
 from cdr_kernel.snapshot import Found
-from cdr_kernel.store import Added, Checked, EmbeddingModelMismatch, FactStore
+from cdr_kernel.store import Added, Checked, FactStore
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
 

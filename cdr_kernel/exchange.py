@@ -19,7 +19,7 @@ import numpy as np
 
 from cdr_kernel import _C
 from cdr_kernel.attributes import KINDS, checked_attributes
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import draft_folder, identity_of, sync_folder
 from cdr_kernel.lance_record import COLUMNS
 from cdr_kernel.numbering import Numbering

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64, as_vectors
 from cdr_kernel.constants import MAX_WINDOWS, MAX_WINDOWS_LIMIT
+from cdr_kernel.exceptions import FileError
 from cdr_kernel.folder import draft
 from cdr_kernel.store_folder import KIND
 from cdr_kernel.task import SubQuery
@@ -39,10 +40,6 @@ _IN_NPZ = re.compile(r"(.+?\.npz):(.+)", re.DOTALL)
 _SHOWN = 60
 _JSONL = "; JSONL is one object a line"
 _BOM = b"\xef\xbb\xbf"
-
-
-class FileError(ValueError):
-    """Something in a file is not as it must be; the message says which file, where, what was expected and found."""
 
 
 def shown(value: object) -> str:

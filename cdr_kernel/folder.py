@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cdr_kernel import checksums
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 
 try:
     import fcntl

@@ -21,7 +21,8 @@ from markdown_it import MarkdownIt
 from markdown_it.common.utils import normalizeReference
 
 from cdr_kernel.constants import MAX_WINDOWS
-from cdr_kernel.files import TASK_SCHEMA, FileError
+from cdr_kernel.exceptions import FileError
+from cdr_kernel.files import TASK_SCHEMA
 
 SUFFIXES = (".md", ".markdown", ".txt")
 LEAST_WORDS, MOST_WORDS = 15, 120

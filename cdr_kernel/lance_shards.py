@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.copies import of_view
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import identity_of, turn
 from cdr_kernel.lance_record import Record, lance_module, said_plainly, schema_of
 from cdr_kernel.ngram import HashKey, Tokenizer

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cdr_kernel import _C, checksums
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import identity_of, sync_folder, synced
 
 FOLDER = "_checksums"

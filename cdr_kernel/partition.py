@@ -21,7 +21,7 @@ import numpy as np
 
 from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import KINDS
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import LOCK, Kind
 from cdr_kernel.moments import EXPIRES, expiries_of, expiring
 from cdr_kernel.ngram import HashKey, Tokenizer

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.arrays import Float64
-from cdr_kernel.files import FileError, Task, read_array, read_facts, read_task_vectors, read_tasks
+from cdr_kernel.exceptions import FileError
+from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.lexical import TfIdf
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.retrieve import Retriever

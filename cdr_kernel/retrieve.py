@@ -20,8 +20,8 @@ from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.constants import CDR_MIN_RELEVANCE
-from cdr_kernel.damage import DamagedFileError
 from cdr_kernel.device_index import DeviceIndex
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex

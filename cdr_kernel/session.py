@@ -52,12 +52,12 @@ from cdr_kernel.constants import (
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
 )
+from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
 from cdr_kernel.packed import PackedContext
 from cdr_kernel.session_token import NumberedStore, SessionToken
 from cdr_kernel.steps import finish
-from cdr_kernel.store import EmbeddingModelMismatch
 from cdr_kernel.task import (
     EXHAUSTIONS,
     MOST_WORDS,

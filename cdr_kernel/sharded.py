@@ -31,6 +31,7 @@ from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.constants import FEEDBACK_FACTS
 from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
+from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
@@ -49,7 +50,7 @@ from cdr_kernel.shard import (
     needs_packed,
 )
 from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
-from cdr_kernel.store import EmbeddingModelMismatch, Fact
+from cdr_kernel.store import Fact
 from cdr_kernel.task import SessionState
 from cdr_kernel.whatif import Question, StoreChanged
 

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import LOCK, turn
 from cdr_kernel.lance_record import Record
 from cdr_kernel.store import FactStore, StoreView, check_store_folder

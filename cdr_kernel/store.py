@@ -25,7 +25,7 @@ from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
 from cdr_kernel.checks import check_order, check_strings, counted, few
 from cdr_kernel.checksums import Files, check_rest
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
 from cdr_kernel.forks import Lock
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import (
@@ -65,28 +65,6 @@ DTYPES = ("float16", "float32", "float64")
 _STEP = 60 * 10**6  # microseconds by which a clock may go back without a fact coming back that it had withheld
 
 _AT_ONCE = 64 << 20  # bytes up to which a load checks what it maps; more is checked as it is read, and behind it
-
-
-class EmbeddingModelMismatch(ValueError):
-    """Vectors of another embedding model than the store's or the session's (§2.5, reading R18).
-
-    expected, got: the models, got None where none was named. advice: who has which, and what to do; by default that
-    `expected` is a session's and `got` that of the store it was to rank.
-    """
-
-    def __init__(self, what: str, expected: str, got: str | None, advice: str | None = None) -> None:
-        self.expected, self.got = expected, got
-        self._given = what, expected, got, advice  # what makes it again in another process
-        named = "no embedding model was named" if got is None else f"got {got!r}"
-        if advice is None:
-            advice = (
-                f"the session is of {expected!r}, the store of {got!r}: make a session with vectors of {got!r}, "
-                f"or rank a store of {expected!r}"
-            )
-        super().__init__(f"{what}: expected embedding model {expected!r}, {named}; {advice}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._given
 
 
 class Added(NamedTuple):

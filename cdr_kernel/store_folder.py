@@ -16,7 +16,7 @@ import numpy as np
 from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
 from cdr_kernel.checksums import Files
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import BESIDE, LOCK, Kind, synced
 from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.numbering import Numbering

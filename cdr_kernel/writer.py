@@ -19,6 +19,7 @@ import numpy as np
 
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.checks import check_number
+from cdr_kernel.exceptions import WriterError
 from cdr_kernel.pack import Envelope
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
@@ -38,10 +39,6 @@ GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _SHELL = re.compile(r"[|&;<>]+|`|\$[A-Za-z_{(]")
-
-
-class WriterError(RuntimeError):
-    """A command gave no text for a window; the message says which window and why."""
 
 
 class ExtractWriter:

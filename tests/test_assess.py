@@ -14,10 +14,11 @@ from timing import longest_wait, seconds
 
 from cdr_kernel import tokens
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
+from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.ngram import tokenize
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
-from cdr_kernel.store import EmbeddingModelMismatch, FactStore
+from cdr_kernel.store import FactStore
 from cdr_kernel.task import SubQuery
 
 MODEL = "m1"

@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 
 import cdr_kernel
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.partition import ShardDamaged
 
 

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cdr_kernel import files
+from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import (
-    FileError,
     count_facts,
     first_place,
     names_array,

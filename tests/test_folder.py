@@ -10,7 +10,7 @@ import pytest
 from fact_stores import reseal
 
 from cdr_kernel import folder as folder_module
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import LOCK, Kind, draft, draft_folder, identity_of
 
 KIND = Kind("thing", file="thing.json", data="thing-", format="thing", version=1, fields={"n": int})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import files
-from cdr_kernel.files import FileError
+from cdr_kernel.exceptions import FileError
 from cdr_kernel.index import FactFile
 
 MODEL = "m"

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from cdr_kernel import FactStore, cli_run, embedder
 from cdr_kernel.cli import app
-from cdr_kernel.files import FileError, read_tasks
+from cdr_kernel.exceptions import FileError
+from cdr_kernel.files import read_tasks
 from cdr_kernel.ingest import DocumentFact, cut, propose_tasks, read_documents
 from cdr_kernel.quality import evaluate, load_corpus, ranked, summarise
 from cdr_kernel.store_folder import KIND

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, explain, gate_report, retrieve
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.partition import partition
 

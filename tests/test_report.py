@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from cdr_kernel import demo
 from cdr_kernel.cli import app
-from cdr_kernel.files import FileError
+from cdr_kernel.exceptions import FileError
 from cdr_kernel.report import named, read_run, report_html, write_report
 from cdr_kernel.report.charts import luminance, window_colour
 from cdr_kernel.report.runs import METRICS, Run

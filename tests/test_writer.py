@@ -14,7 +14,8 @@ import pytest
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowPrompt, WindowReport, cdr_rank, pack_facts
 from cdr_kernel import writer as writer_module
-from cdr_kernel.writer import CommandWriter, ExtractWriter, WriterError
+from cdr_kernel.exceptions import WriterError
+from cdr_kernel.writer import CommandWriter, ExtractWriter
 
 MODEL = "m"
 ECHO = """

@@ -23,8 +23,8 @@ from cdr_kernel.adapters import crprotocol_6, crprotocol_spec
 from cdr_kernel.adapters.facts import FactArray
 from cdr_kernel.checks import check_number
 from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, EXHAUSTION_RATIO
+from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.score import Scores
-from cdr_kernel.store import EmbeddingModelMismatch
 
 __all__ = [
     "SEMANTICS",

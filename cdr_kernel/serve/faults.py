@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from cdr_kernel.damage import DamagedFileError
+from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.serve import logs
 
 DAMAGED = "damaged"
