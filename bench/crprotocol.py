@@ -4,7 +4,7 @@
 
 Both rank the same facts, lists of floats as crprotocol takes them. "cold" converts them in every call; "held" passes a
 ``FactArray`` of them. Under "crprotocol-6" set, order and every number are compared before anything is timed; under
-"spec", which has another formula, with ``cdr_kernel.reference``. Needs crprotocol (the crprotocol extra).
+"spec", which has another formula, with ``cdr_kernel.spec.reference``. Needs crprotocol (the crprotocol extra).
 """
 
 from __future__ import annotations

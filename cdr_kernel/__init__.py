@@ -18,10 +18,8 @@ if _find_spec("cdr_kernel._C") is None:  # as in a checkout that hides an instal
         "checkout, or run from another folder to use the package that is installed"
     )
 
-from cdr_kernel import constants, reference
 from cdr_kernel.assess import assess
 from cdr_kernel.columns import Columns
-from cdr_kernel.constants import Depth
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
 from cdr_kernel.explain import Explanation, explain
 from cdr_kernel.gate import GateReport, gate_report, suggest_min_relevance
@@ -32,6 +30,8 @@ from cdr_kernel.rank import Ranking, cdr_rank, rank_many
 from cdr_kernel.retrieve import Candidates, Retriever
 from cdr_kernel.score import Scores, available_impls, cdr_score
 from cdr_kernel.session import Session
+from cdr_kernel.spec import constants, reference
+from cdr_kernel.spec.constants import Depth
 from cdr_kernel.store import Fact, FactStore, StoreView
 from cdr_kernel.task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import tokenize

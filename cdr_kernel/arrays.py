@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.constants import SAFE_EXPONENT
+from cdr_kernel.spec.constants import SAFE_EXPONENT
 
 Float32: TypeAlias = npt.NDArray[np.float32]
 Float64: TypeAlias = npt.NDArray[np.float64]

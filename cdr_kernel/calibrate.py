@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.arrays import Float64, Int64, as_vectors
-from cdr_kernel.constants import NO_DEVIATION
 from cdr_kernel.forks import Lock
+from cdr_kernel.spec.constants import NO_DEVIATION
 from cdr_kernel.store import Bool, StoreView
 
 _BLOCK = 2048  # rows whose products, at most 2^42 each, float64 sums exactly

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from cdr_kernel.constants import (
+from cdr_kernel.session import Session
+from cdr_kernel.spec.constants import (
     CALIBRATED_GATE,
     CDR_MIN_RELEVANCE,
     COMPLETION_THRESHOLD,
     MAX_WINDOWS_LIMIT,
     SAFETY_BUDGET_FLOOR,
 )
-from cdr_kernel.session import Session
 from cdr_kernel.task import SubQuery
 
 

@@ -21,10 +21,10 @@ from cdr_kernel.cli_options import (
     WhereMissingOption,
     WhereOption,
 )
-from cdr_kernel.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import read_vectors
 from cdr_kernel.retrieve import Candidates
+from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.terminal import cell, new_table, print_json, say, show, width
 
 FULL_WIDTH = 80  # characters that the table of `rank` needs with all its columns

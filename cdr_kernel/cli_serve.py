@@ -27,7 +27,7 @@ from cdr_kernel.cli_options import (
     SourceOption,
     session_settings,
 )
-from cdr_kernel.constants import MAX_WINDOWS, MAX_WINDOWS_LIMIT
+from cdr_kernel.spec.constants import MAX_WINDOWS, MAX_WINDOWS_LIMIT
 
 
 def serve(

@@ -22,13 +22,13 @@ from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64, as_vector
 from cdr_kernel.calibrate import Calibration
 from cdr_kernel.columns import RESIDUAL, Addend, Columns, coverage_centroid
-from cdr_kernel.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
 from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.lexical import SparseSums, WordCounts, above_mean, words
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first
 from cdr_kernel.session import Session
+from cdr_kernel.spec.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
 from cdr_kernel.store import StoreView
 from cdr_kernel.task import Calibrated, Feedback, SessionState
 

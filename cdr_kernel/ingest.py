@@ -20,9 +20,9 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markdown_it.common.utils import normalizeReference
 
-from cdr_kernel.constants import MAX_WINDOWS
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import TASK_SCHEMA
+from cdr_kernel.spec.constants import MAX_WINDOWS
 
 SUFFIXES = (".md", ".markdown", ".txt")
 LEAST_WORDS, MOST_WORDS = 15, 120

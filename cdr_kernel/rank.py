@@ -15,7 +15,6 @@ from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
 from cdr_kernel.checks import check_order, counted, few
 from cdr_kernel.columns import Columns
-from cdr_kernel.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, best_z, with_enough
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.forks import cached_property
@@ -23,6 +22,7 @@ from cdr_kernel.kept import KeptRows, Shares
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores
 from cdr_kernel.session import Session
+from cdr_kernel.spec.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store import Fact, StoreView
 from cdr_kernel.stored import StoredFacts, ids_of, taken
 from cdr_kernel.task import CoverageEntry, Feedback, SessionState

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.files import Task
 from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.pack import count_tokens_default
+from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.tokens import tokenize
 from cdr_kernel.window import Window

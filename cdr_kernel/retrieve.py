@@ -19,7 +19,6 @@ from cdr_kernel import _C
 from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
-from cdr_kernel.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.forks import Lock, cached_property
@@ -27,6 +26,7 @@ from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first, check_k
+from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store import FactStore, StoreView
 
 if TYPE_CHECKING:

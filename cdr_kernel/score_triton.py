@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from cdr_kernel.columns import COVERAGE
-from cdr_kernel.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 
 if TYPE_CHECKING:
     from cdr_kernel.bounds import Factors32, Packed, Rows

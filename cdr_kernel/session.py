@@ -35,7 +35,12 @@ from cdr_kernel.checks import (
     check_text,
 )
 from cdr_kernel.columns import Columns
-from cdr_kernel.constants import (
+from cdr_kernel.exceptions import EmbeddingModelMismatch
+from cdr_kernel.forks import Lock
+from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
+from cdr_kernel.packed import PackedContext
+from cdr_kernel.session_token import NumberedStore, SessionToken
+from cdr_kernel.spec.constants import (
     CDR_MIN_RELEVANCE,
     CKF_EXHAUSTED,
     COMPLETION_THRESHOLD,
@@ -52,11 +57,6 @@ from cdr_kernel.constants import (
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
 )
-from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.forks import Lock
-from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
-from cdr_kernel.packed import PackedContext
-from cdr_kernel.session_token import NumberedStore, SessionToken
 from cdr_kernel.steps import finish
 from cdr_kernel.task import (
     EXHAUSTIONS,

@@ -29,7 +29,6 @@ from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where, check_mask, mapping_key, rows_key, where_text
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
-from cdr_kernel.constants import FEEDBACK_FACTS
 from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.forks import Lock, cached_property
@@ -50,6 +49,7 @@ from cdr_kernel.shard import (
     needs_packed,
 )
 from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
+from cdr_kernel.spec.constants import FEEDBACK_FACTS
 from cdr_kernel.store import Fact
 from cdr_kernel.task import SessionState
 from cdr_kernel.whatif import Question, StoreChanged

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from cdr_kernel.arrays import as_vector
 from cdr_kernel.checks import check_bool, check_choice, check_integer, check_number, check_text
-from cdr_kernel.constants import (
+from cdr_kernel.ngram import NGramGuard
+from cdr_kernel.spec.constants import (
     CALIBRATED_GATE,
     CKF_EXHAUSTED,
     DEFAULT_DEPTH,
@@ -29,7 +30,6 @@ from cdr_kernel.constants import (
     SAFETY_BUDGET_DEPLETED,
     TASK_COMPLETE,
 )
-from cdr_kernel.ngram import NGramGuard
 
 GATES_ON = ("best", "query")
 EXHAUSTIONS = ("score", "novelty")

@@ -16,12 +16,12 @@ import numpy as np
 
 from cdr_kernel import _C
 from cdr_kernel.columns import COVERAGE, Columns
-from cdr_kernel.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.evidence import Asked, ask, with_enough
 from cdr_kernel.pack import pack_facts, turns
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
 from cdr_kernel.score import Factors, Scores, best_first, check_product, passing_scores
 from cdr_kernel.session import Session
+from cdr_kernel.spec.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store import StoreView
 from cdr_kernel.stored import sequences_of, text_of
 from cdr_kernel.task import SessionState

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from timing import longest_wait, seconds
 
 from cdr_kernel import FactStore, lexical, reference, tokens
-from cdr_kernel.constants import STOP_WORDS
 from cdr_kernel.lexical import LexicalIndex, Postings, SparseSums, TfIdf, WordCounts, above_mean, words, z_of_sparse
+from cdr_kernel.spec.constants import STOP_WORDS
 
 TEXTS = [
     "Every Pod gets its own IP address",

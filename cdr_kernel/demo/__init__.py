@@ -14,13 +14,13 @@ import numpy as np
 
 from cdr_kernel.arrays import Float64
 from cdr_kernel.assess import DEFAULT_EXPECTED_WORDS
-from cdr_kernel.constants import CALIBRATED_GATE
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.pack import pack_facts
 from cdr_kernel.rank import cdr_rank
 from cdr_kernel.record import RunRecord
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
+from cdr_kernel.spec.constants import CALIBRATED_GATE
 from cdr_kernel.store import FactStore
 from cdr_kernel.stored import sequences_of
 from cdr_kernel.storemap import StoreMap

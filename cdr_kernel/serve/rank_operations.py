@@ -13,7 +13,6 @@ import numpy as np
 
 from cdr_kernel.arrays import Float64
 from cdr_kernel.columns import Columns
-from cdr_kernel.constants import DEFAULT_DEPTH, IN_PROGRESS
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_steps
 from cdr_kernel.rank import Ranking
@@ -27,6 +26,7 @@ from cdr_kernel.serve.session_operations import end, exit_body
 from cdr_kernel.serve.sessions import new_id
 from cdr_kernel.serve.stores import Facts
 from cdr_kernel.session import Session
+from cdr_kernel.spec.constants import DEFAULT_DEPTH, IN_PROGRESS
 from cdr_kernel.store import Fact, StoreView
 from cdr_kernel.task import Exit, SessionEnded
 

@@ -20,7 +20,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cdr_kernel.constants import (
+from cdr_kernel.spec.constants import (
     BM25_B,
     BM25_K1,
     CALIBRATED_GATE,

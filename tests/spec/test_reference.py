@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel.constants import Depth
-from cdr_kernel.reference import (
+from cdr_kernel.spec.constants import Depth
+from cdr_kernel.spec.reference import (
     Entry,
     Exit,
     Fact,

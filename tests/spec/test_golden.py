@@ -31,7 +31,7 @@ from cdr_kernel import (
 )
 from cdr_kernel.retrieve import EXACT_KINDS
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 NUMBERS = ("score", "score_without_guard", "relevance", "coverage", "residual_pull", "novelty")
 WORDS = ("pod", "service", "Ingress", "café", "東京", "node-7", "etcd", "routes")
 

@@ -9,7 +9,7 @@ import pytest
 
 from cdr_kernel import FactStore, reference
 from cdr_kernel.lexical import LexicalIndex, words
-from cdr_kernel.reference import CalibratedSession, Entry, Fact, SubQuery
+from cdr_kernel.spec.reference import CalibratedSession, Entry, Fact, SubQuery
 
 WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network")
 
