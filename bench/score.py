@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from cdr_kernel import _C, Columns, FactStore, cdr_score
-from cdr_kernel.arrays import check_rows
 from cdr_kernel.bounds import Factors32, bounds_torch, pack
 from cdr_kernel.device import DeviceRows
 from cdr_kernel.score import available_impls, no_triton
+from cdr_kernel.validation._arrays import check_rows
 
 CLUSTERS, NOISE, GATE = 100, 0.8, 0.55
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import Columns, available_impls, cdr_score, reference
-from cdr_kernel.arrays import check_rows
+from cdr_kernel.validation._arrays import check_rows
 
 N, DIM, K = 20_000, 384, 100
 SLICE = 200

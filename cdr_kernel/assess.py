@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.arrays import as_array, scale_rows
-from cdr_kernel.checks import check_integer, check_number, check_order
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.steps import finish
 from cdr_kernel.store import FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import PIECE, pieces, tokenize
+from cdr_kernel.validation._arrays import as_array, scale_rows
+from cdr_kernel.validation._scalars import check_integer, check_number, check_order
 
 DEFAULT_EXPECTED_WORDS = 200
 THRESHOLD_PERCENTILE = 95.0

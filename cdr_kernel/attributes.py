@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Growing, Int64
-from cdr_kernel.checks import check_order
 from cdr_kernel.checksums import Files
 from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import synced
+from cdr_kernel.validation._arrays import Growing, Int64
+from cdr_kernel.validation._scalars import check_order
 
 Value: TypeAlias = str | int | float | bool
 Attributes: TypeAlias = "dict[str, tuple[type, list[Value | None]]]"

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.columns import COVERAGE, QUERY, RESIDUAL, Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:
     from cdr_kernel.score import Factors

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.arrays import Float64, Int64, as_vectors
 from cdr_kernel.forks import Lock
 from cdr_kernel.spec.constants import NO_DEVIATION
 from cdr_kernel.store import Bool, StoreView
+from cdr_kernel.validation._arrays import Float64, Int64, as_vectors
 
 _BLOCK = 2048  # rows whose products, at most 2^42 each, float64 sums exactly
 _HIGH, _LOW = 2.0**20, 2.0**21  # a coordinate is high / 2^20 + low / 2^41, with |high| <= 2^20 and |low| <= 2^20

@@ -15,13 +15,13 @@ import typer
 import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
-from cdr_kernel.checks import counted
 from cdr_kernel.cli_command import fail
 from cdr_kernel.cli_inputs import check_source, embedder, make_source
 from cdr_kernel.cli_options import AsJson, EmbedOption
 from cdr_kernel.files import facts_on_disk, json_lines, json_text
 from cdr_kernel.index import FactFile
 from cdr_kernel.terminal import Progress, print_json, say, show
+from cdr_kernel.validation._scalars import counted
 
 
 class Dtype(StrEnum):

@@ -13,7 +13,6 @@ import typer
 
 import cdr_kernel
 from cdr_kernel.attributes import Where
-from cdr_kernel.checks import counted
 from cdr_kernel.cli_inputs import (
     check_model,
     check_one_save,
@@ -57,6 +56,7 @@ from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.task import Calibrated
 from cdr_kernel.terminal import fits, new_table, print_json, say, show
+from cdr_kernel.validation._scalars import counted
 from cdr_kernel.writer import MAX_TIMEOUT, CommandWriter, ExtractWriter
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cdr_kernel.checks import counted
 from cdr_kernel.cli_command import command
 from cdr_kernel.cli_inputs import make_source
 from cdr_kernel.cli_options import AsJson
@@ -17,6 +16,7 @@ from cdr_kernel.files import check_output, facts_on_disk
 from cdr_kernel.index import FactFile
 from cdr_kernel.moments import GRACE
 from cdr_kernel.terminal import Progress, cell, new_table, print_json, show
+from cdr_kernel.validation._scalars import counted
 
 if TYPE_CHECKING:
     from cdr_kernel.durable import DurableStore

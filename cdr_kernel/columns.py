@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float64, Int64, as_array, as_vector, as_vectors, check_rows
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
+from cdr_kernel.validation._arrays import Float64, Int64, as_array, as_vector, as_vectors, check_rows
 
 QUERY, COVERAGE, RESIDUAL = 0, 1, 2
 """Positions in scale, shift, weight and gate; RESIDUAL is the first of them."""

@@ -12,11 +12,11 @@ from typing import TypeAlias
 import numpy as np
 
 from cdr_kernel import exchange
-from cdr_kernel.arrays import Int64
 from cdr_kernel.lance_record import LIVE, Record
 from cdr_kernel.moments import EXPIRES, expiries_of, expiring
 from cdr_kernel.record_rows import check_text, to_rows
 from cdr_kernel.store import Checked, FactStore, StoreView
+from cdr_kernel.validation._arrays import Int64
 
 Advance: TypeAlias = Callable[[int], object]
 

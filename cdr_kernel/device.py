@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cdr_kernel.arrays import Blocks, Float64, Int64, scale_rows, take_rows
 from cdr_kernel.bounds import Factors32, Packed, Pass, Rows, Source, scaled32
 from cdr_kernel.forks import Lock
 from cdr_kernel.store import StoreView
+from cdr_kernel.validation._arrays import Blocks, Float64, Int64, scale_rows, take_rows
 
 DTYPES = ("float16", "bfloat16", "float32", "int8")
 BLOCK_ROWS = 1 << 20

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.columns import QUERY, Columns
 from cdr_kernel.score import Factors, choose_impl
 from cdr_kernel.store import StoreView
+from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:
     from cdr_kernel.device import DeviceRows

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.attributes import Value
-from cdr_kernel.checks import check_order, check_strings
 from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
@@ -38,6 +37,7 @@ from cdr_kernel.snapshot import Found
 from cdr_kernel.store import Added, Checked, FactStore
 from cdr_kernel.token_hashes import HashKey
 from cdr_kernel.tokens import Tokenizer
+from cdr_kernel.validation._scalars import check_order, check_strings
 
 __all__ = ["RECORD", "SNAPSHOT", "WORTH_SNAPSHOT", "Advance", "DurableStore", "check_new_folder", "is_durable"]
 

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float64, Int64, as_vector
 from cdr_kernel.calibrate import Calibration
 from cdr_kernel.columns import RESIDUAL, Addend, Columns, coverage_centroid
 from cdr_kernel.device_index import DeviceIndex
@@ -31,6 +30,7 @@ from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
 from cdr_kernel.store import StoreView
 from cdr_kernel.task import Calibrated, Feedback, SessionState
+from cdr_kernel.validation._arrays import Float64, Int64, as_vector
 
 _CHUNK = 65536
 _SOME = 256  # facts with the most words in common, for a bound

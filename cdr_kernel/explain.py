@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cdr_kernel import frame
-from cdr_kernel.arrays import as_vector
 from cdr_kernel.columns import Columns
 from cdr_kernel.pack import count_tokens_default
 from cdr_kernel.rank import Multiplier, Ranks
@@ -23,6 +22,7 @@ from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store import Fact, FactStore
 from cdr_kernel.task import CoverageEntry, SubQuery
+from cdr_kernel.validation._arrays import as_vector
 from cdr_kernel.whatif import UNLIMITED, Change, Gate, Pull, Push, Question, Room, StoreChanged, WhatIf
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cdr_kernel.checks import counted, few
+from cdr_kernel.validation._scalars import counted, few
 
 if TYPE_CHECKING:
     import pandas

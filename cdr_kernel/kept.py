@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float32, Float64, Int64
 from cdr_kernel.columns import RESIDUAL, Columns
 from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.ngram import Generation, NGramGuard
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
 from cdr_kernel.store import StoreView
+from cdr_kernel.validation._arrays import Float32, Float64, Int64
 
 CACHE_BYTES = 256 << 20
 FEW_ROWS = 1024

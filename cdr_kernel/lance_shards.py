@@ -44,7 +44,7 @@ from cdr_kernel.partition import (
 from cdr_kernel.record_rows import check_text, from_rows, to_rows
 from cdr_kernel.store import FactStore
 from cdr_kernel.store_folder import digest_of
-from cdr_kernel.warn import warn
+from cdr_kernel.validation._warn import warn
 
 FORMAT = "cdr-lance-partition"
 FORMAT_VERSION = 1

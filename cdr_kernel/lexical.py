@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.forks import Lock
 from cdr_kernel.spec.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
 from cdr_kernel.store import StoreView
 from cdr_kernel.tokens import spans
+from cdr_kernel.validation._arrays import Float64, Int64
 
 _UNIT = 1074  # the least float64 is 2^-1074
 _TAKEN = 21  # digits of a number summed at a time

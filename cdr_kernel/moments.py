@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from cdr_kernel.arrays import Int64
-from cdr_kernel.checks import check_order
 from cdr_kernel.folder import draft, identity_of
 from cdr_kernel.store import Checked, StoreView
 from cdr_kernel.store_columns import EXPIRES as EXPIRES  # for those who import it from here
+from cdr_kernel.validation._arrays import Int64
+from cdr_kernel.validation._scalars import check_order
 
 GRACE = 7 * 86400.0
 """Seconds between the two looks at the clock that both must find a fact past its time before it is deleted."""

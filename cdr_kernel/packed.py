@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from cdr_kernel.arrays import Float64
 from cdr_kernel.task import Feedback
+from cdr_kernel.validation._arrays import Float64
 
 
 class PackedRanking(Protocol):

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import KINDS
 from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import LOCK, Kind
@@ -29,6 +28,7 @@ from cdr_kernel.numbering import Numbering
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.store import FactStore, StoreView
 from cdr_kernel.store_folder import KIND as STORE
+from cdr_kernel.validation._arrays import Int64
 
 BY = ("source", "id")
 KIND = Kind(

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Float64
 from cdr_kernel.quality_data import EMBEDDINGS, MODEL, TOKENIZERS, Case, Corpus, golden, load_corpus
 from cdr_kernel.quality_methods import (
     Method,
@@ -43,6 +42,7 @@ from cdr_kernel.quality_run import (
     write_plan,
 )
 from cdr_kernel.task import WindowReport
+from cdr_kernel.validation._arrays import Float64
 
 __all__ = [
     "DROPPED",

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Float64
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.lexical import TfIdf
@@ -25,6 +24,7 @@ from cdr_kernel.store import FactStore
 from cdr_kernel.store_folder import KIND
 from cdr_kernel.task import SubQuery
 from cdr_kernel.tokens import Tokenizer, tokenize
+from cdr_kernel.validation._arrays import Float64
 
 EMBEDDINGS = ("title", "text")
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Int64
 from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import pack_facts
 from cdr_kernel.quality_data import Case, Corpus
@@ -18,6 +17,7 @@ from cdr_kernel.quality_run import Run
 from cdr_kernel.rank import cdr_rank
 from cdr_kernel.session import Session
 from cdr_kernel.task import WindowReport
+from cdr_kernel.validation._arrays import Int64
 
 
 class Method:

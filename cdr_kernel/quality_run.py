@@ -11,8 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Float64
 from cdr_kernel.quality_data import Case, Corpus
+from cdr_kernel.validation._arrays import Float64
 
 DROPPED = 0.25
 """Share of the packed facts' tokens that a simulated output leaves out."""

@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C, frame
-from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where
-from cdr_kernel.checks import check_order, counted, few
 from cdr_kernel.columns import Columns
 from cdr_kernel.evidence import Asked, ask, best_z, with_enough
 from cdr_kernel.exceptions import EmbeddingModelMismatch
@@ -26,6 +24,8 @@ from cdr_kernel.spec.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRA
 from cdr_kernel.store import Fact, StoreView
 from cdr_kernel.stored import StoredFacts, ids_of, taken
 from cdr_kernel.task import CoverageEntry, Feedback, SessionState
+from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor
+from cdr_kernel.validation._scalars import check_order, counted, few
 
 if TYPE_CHECKING:
     import pandas

@@ -24,7 +24,7 @@ from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard
 from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, devices_of
-from cdr_kernel.warn import warn
+from cdr_kernel.validation._warn import warn
 
 if TYPE_CHECKING:
     from types import ModuleType

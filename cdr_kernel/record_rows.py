@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import moments
-from cdr_kernel.arrays import Int64
 from cdr_kernel.lance_record import COLUMNS, LIVE, QUARANTINED, Record
 from cdr_kernel.store import Checked, FactStore
+from cdr_kernel.validation._arrays import Int64
 
 
 def to_rows(

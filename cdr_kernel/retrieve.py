@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.device_index import DeviceIndex
@@ -28,6 +27,7 @@ from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first, check_k
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store import FactStore, StoreView
+from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:
     from cdr_kernel.device import DeviceRows

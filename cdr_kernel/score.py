@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.arrays import Blocks, Float64, Int64, as_array, as_blocks, factor, is_tensor, safe_blocks
-from cdr_kernel.checks import check_order
 from cdr_kernel.columns import Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.validation._arrays import Blocks, Float64, Int64, as_array, as_blocks, factor, is_tensor, safe_blocks
+from cdr_kernel.validation._scalars import check_order
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cdr_kernel.arrays import Float64, Int64, is_tensor, take_rows
 from cdr_kernel.columns import COVERAGE, QUERY, RESIDUAL, Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.validation._arrays import Float64, Int64, is_tensor, take_rows
 
 if TYPE_CHECKING:
     from cdr_kernel.score import Factors

@@ -24,16 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import session_json, session_token
-from cdr_kernel.arrays import as_vector
-from cdr_kernel.checks import (
-    check_bool,
-    check_choice,
-    check_integer,
-    check_number,
-    check_order,
-    check_strings,
-    check_text,
-)
 from cdr_kernel.columns import Columns
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.forks import Lock
@@ -72,7 +62,17 @@ from cdr_kernel.task import (
     WindowReport,
     check_outputs,
 )
-from cdr_kernel.warn import warn
+from cdr_kernel.validation._arrays import as_vector
+from cdr_kernel.validation._scalars import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_order,
+    check_strings,
+    check_text,
+)
+from cdr_kernel.validation._warn import warn
 
 MODES = ("spec", "calibrated")
 _DEFAULT_GATE = float(str(CDR_MIN_RELEVANCE))  # an object of its own, so that the same number given is told from it

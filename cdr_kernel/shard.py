@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.arrays import Float64, Int64
 from cdr_kernel.attributes import Where, chosen
 from cdr_kernel.calibrate import Sums
 from cdr_kernel.columns import Columns
@@ -45,6 +44,7 @@ from cdr_kernel.session import Session
 from cdr_kernel.store import Fact, FactStore, StoreView
 from cdr_kernel.stored import sequences_of
 from cdr_kernel.task import Calibrated, CoverageEntry, SessionState
+from cdr_kernel.validation._arrays import Float64, Int64
 
 VERSIONS_KEPT = 16
 SESSIONS_KEPT = 1024

@@ -25,7 +25,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.arrays import Float64, Int64, as_array, factor
 from cdr_kernel.attributes import Where, check_mask, mapping_key, rows_key, where_text
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
@@ -52,6 +51,7 @@ from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
 from cdr_kernel.spec.constants import FEEDBACK_FACTS
 from cdr_kernel.store import Fact
 from cdr_kernel.task import SessionState
+from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor
 from cdr_kernel.whatif import Question, StoreChanged
 
 __all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]

@@ -18,10 +18,8 @@ from typing import Any, Self
 import numpy as np
 
 from cdr_kernel import moments
-from cdr_kernel.arrays import Int64
 from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
-from cdr_kernel.checks import check_strings, counted, few
 from cdr_kernel.forks import Lock, Threads, cached_property
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.numbering import Numbering
@@ -47,6 +45,8 @@ from cdr_kernel.partition import (
 )
 from cdr_kernel.shard import Change, Reply, Request, Shard
 from cdr_kernel.store import Added, Fact, FactStore
+from cdr_kernel.validation._arrays import Int64
+from cdr_kernel.validation._scalars import check_strings, counted, few
 
 _ATTEMPTS = 100
 

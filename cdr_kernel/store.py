@@ -21,9 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C, store_folder
-from cdr_kernel.arrays import Float64, Growing, Int64, New, as_array, check_rows, factor, odd_row, scale_rows
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
-from cdr_kernel.checks import check_order, check_strings, counted, few
 from cdr_kernel.checksums import Files, check_rest
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
 from cdr_kernel.forks import Lock
@@ -44,7 +42,19 @@ from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_fo
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
 from cdr_kernel.token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
 from cdr_kernel.tokens import Tokenizer, tokenize
-from cdr_kernel.warn import warn
+from cdr_kernel.validation._arrays import (
+    Float64,
+    Growing,
+    Int64,
+    New,
+    as_array,
+    check_rows,
+    factor,
+    odd_row,
+    scale_rows,
+)
+from cdr_kernel.validation._scalars import check_order, check_strings, counted, few
+from cdr_kernel.validation._warn import warn
 
 __all__ = [
     "DTYPES",

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.arrays import Growing, Int64, New
 from cdr_kernel.attributes import KINDS, Attribute
 from cdr_kernel.checksums import Files
 from cdr_kernel.exceptions import DamagedFileError
@@ -23,6 +22,7 @@ from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
 from cdr_kernel.store_view import StoreView
 from cdr_kernel.token_hashes import TOKEN_BYTES, TokenRows, take_tokens
+from cdr_kernel.validation._arrays import Growing, Int64, New
 
 FORMAT = "cdr-fact-store"
 FORMAT_VERSION = 2

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.arrays import Float64
 from cdr_kernel.store import StoreView
+from cdr_kernel.validation._arrays import Float64
 
 MOST_POINTS = 1500
 """Facts of the store that a map shows; of more, evenly spaced ones."""

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import _C
-from cdr_kernel.checks import check_order
 from cdr_kernel.tokens import PIECE, Tokenizer, ascii_form, checked_tokens, pieces, tokenize, tokenizer_name_of
+from cdr_kernel.validation._scalars import check_order
 
 HashKey: TypeAlias = "bytes | int"
 TokenBlock: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.uint8]]"

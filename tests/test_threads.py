@@ -21,7 +21,6 @@ from cdr_kernel import (
     Session,
     SubQuery,
     WindowReport,
-    arrays,
     available_impls,
     cdr_rank,
     cdr_score,
@@ -29,6 +28,7 @@ from cdr_kernel import (
 )
 from cdr_kernel import retrieve as retrieve_module
 from cdr_kernel.retrieve import KINDS
+from cdr_kernel.validation import _arrays
 
 DIM = 8
 MODEL = "m1"
@@ -227,7 +227,7 @@ def test_no_update_of_a_session_is_lost(monkeypatch):
 
 def test_no_change_of_a_store_is_lost(monkeypatch):
     store = FactStore(2, embedding_model=MODEL)
-    slowed(monkeypatch, arrays.Growing, "write")
+    slowed(monkeypatch, _arrays.Growing, "write")
 
     def change(j):
         for i in range(6):

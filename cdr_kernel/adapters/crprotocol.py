@@ -21,10 +21,10 @@ import numpy as np
 
 from cdr_kernel.adapters import crprotocol_6, crprotocol_spec
 from cdr_kernel.adapters.facts import FactArray
-from cdr_kernel.checks import check_number
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.score import Scores
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, EXHAUSTION_RATIO
+from cdr_kernel.validation._scalars import check_number
 
 __all__ = [
     "SEMANTICS",

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.adapters.facts import SOUND, FactArray, as_floats, pack_rows
-from cdr_kernel.arrays import Float64, Int64, check_rows
 from cdr_kernel.columns import QUERY, RESIDUAL, Columns
 from cdr_kernel.score import cdr_score
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
+from cdr_kernel.validation._arrays import Float64, Int64, check_rows
 
 PULL_SHARE = 0.20
 """What crprotocol adds of the residual pull to novelty."""

@@ -12,9 +12,9 @@ import numpy as np
 
 from cdr_kernel.adapters.crprotocol_6 import Ranked, weights_at
 from cdr_kernel.adapters.facts import FactArray, pack_rows
-from cdr_kernel.arrays import Blocks, Float64, as_vector, factor, safe_blocks
 from cdr_kernel.columns import Columns
 from cdr_kernel.score import Scores, cdr_score
+from cdr_kernel.validation._arrays import Blocks, Float64, as_vector, factor, safe_blocks
 
 
 def scores_of(embedding: Any, entries: Sequence[Any], residual: Sequence[Any]) -> Scores:

@@ -10,8 +10,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.arrays import Float64, Int64, check_rows, is_tensor
-from cdr_kernel.checks import check_order
+from cdr_kernel.validation._arrays import Float64, Int64, check_rows, is_tensor
+from cdr_kernel.validation._scalars import check_order
 
 SOUND = 0
 """``check_rows``'s flag of a row that is finite, not zero and in the safe range."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.arrays import Float64
 from cdr_kernel.assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.pack import pack_facts
@@ -25,6 +24,7 @@ from cdr_kernel.store import FactStore
 from cdr_kernel.stored import sequences_of
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.task import SubQuery
+from cdr_kernel.validation._arrays import Float64
 from cdr_kernel.window import Window, WindowPrompt, run_windows
 from cdr_kernel.writer import ExtractWriter
 

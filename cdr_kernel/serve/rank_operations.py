@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cdr_kernel.arrays import Float64
 from cdr_kernel.columns import Columns
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_steps
@@ -29,6 +28,7 @@ from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import DEFAULT_DEPTH, IN_PROGRESS
 from cdr_kernel.store import Fact, StoreView
 from cdr_kernel.task import Exit, SessionEnded
+from cdr_kernel.validation._arrays import Float64
 
 NO_BUDGET = 2**31 - 1
 BYTES_A_TOKEN = 4

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.checks import check_bool
 from cdr_kernel.ngram import HashKey
 from cdr_kernel.session import Session
 from cdr_kernel.task import Calibrated, SubQuery
+from cdr_kernel.validation._scalars import check_bool
 
 LOOPBACK_NAMES = ("localhost",)
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")

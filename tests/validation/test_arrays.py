@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cdr_kernel import FactStore
-from cdr_kernel.arrays import as_array, factor
+from cdr_kernel.validation._arrays import as_array, factor
 
 ROWS = [[1.0, -2.0], [3.0, 4.0]]
 TENSORS = {

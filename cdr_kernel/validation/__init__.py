@@ -1,0 +1,3 @@
+"""Checks of what callers hand in: arrays and scalars."""
+
+from __future__ import annotations
