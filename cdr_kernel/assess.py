@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.steps import finish
 from cdr_kernel.store import FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 from cdr_kernel.tokens import PIECE, pieces, tokenize

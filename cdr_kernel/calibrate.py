@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.forks import Lock
+from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.spec.constants import NO_DEVIATION
 from cdr_kernel.store import Bool, StoreView
 from cdr_kernel.validation._arrays import Float64, Int64, as_vectors

@@ -13,8 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from cdr_kernel.concurrency._forks import Lock, in_child
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.forks import Lock, in_child
 from cdr_kernel.shard import Change, Reply, Request
 
 _POLL = 0.002  # between looks for a replica with room

@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 
 from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
 from cdr_kernel.attributes import Value
+from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
 from cdr_kernel.folder import turn
-from cdr_kernel.forks import Lock
 from cdr_kernel.lance_record import Record
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.record_rows import check_names, check_text

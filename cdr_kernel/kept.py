@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.columns import RESIDUAL, Columns
-from cdr_kernel.forks import Lock, cached_property
+from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.ngram import Generation, NGramGuard
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
 from cdr_kernel.store import StoreView

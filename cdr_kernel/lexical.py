@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.forks import Lock
+from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.spec.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
 from cdr_kernel.store import StoreView
 from cdr_kernel.tokens import spans

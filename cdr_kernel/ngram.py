@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import _C
-from cdr_kernel.forks import Lock
+from cdr_kernel.concurrency._forks import Lock
+from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.spec.constants import NGRAM_SIZE
-from cdr_kernel.steps import finish
 from cdr_kernel.token_hashes import (
     PROJECT_KEY,
     TOKEN_BYTES,

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from cdr_kernel import _C, frame
 from cdr_kernel.attributes import Where
 from cdr_kernel.columns import Columns
+from cdr_kernel.concurrency._forks import cached_property
 from cdr_kernel.evidence import Asked, ask, best_z, with_enough
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.forks import cached_property
 from cdr_kernel.kept import KeptRows, Shares
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cdr_kernel.calls import Limits, Replica
-from cdr_kernel.forks import Lock
+from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
 from cdr_kernel.shard import Reply, Request, Shard

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from cdr_kernel import _C
 from cdr_kernel.calibrate import Moments
 from cdr_kernel.columns import COVERAGE, Columns
+from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex

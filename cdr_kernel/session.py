@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from cdr_kernel import session_json, session_token
 from cdr_kernel.columns import Columns
+from cdr_kernel.concurrency._forks import Lock
+from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.forks import Lock
 from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
 from cdr_kernel.packed import PackedContext
 from cdr_kernel.session_token import NumberedStore, SessionToken
@@ -47,7 +48,6 @@ from cdr_kernel.spec.constants import (
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
 )
-from cdr_kernel.steps import finish
 from cdr_kernel.task import (
     EXHAUSTIONS,
     MOST_WORDS,

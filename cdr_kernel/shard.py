@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from cdr_kernel.attributes import Where, chosen
 from cdr_kernel.calibrate import Sums
 from cdr_kernel.columns import Columns
+from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.evidence import (
     Added,
     Asked,
@@ -32,7 +33,6 @@ from cdr_kernel.evidence import (
     unit_rows,
     word_sums,
 )
-from cdr_kernel.forks import Lock
 from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.kept import CACHE_BYTES
 from cdr_kernel.lexical import SparseSums, WordCounts

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from cdr_kernel.attributes import Where, check_mask, mapping_key, rows_key, where_text
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
+from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.forks import Lock, cached_property
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.ngram import NGramGuard, TokenRows
 from cdr_kernel.partition import put

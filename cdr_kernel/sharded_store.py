@@ -20,7 +20,7 @@ import numpy as np
 from cdr_kernel import moments
 from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
-from cdr_kernel.forks import Lock, Threads, cached_property
+from cdr_kernel.concurrency._forks import Lock, Threads, cached_property
 from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.partition import (

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from cdr_kernel import _C, store_folder
 from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
 from cdr_kernel.checksums import Files, check_rest
+from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
-from cdr_kernel.forks import Lock
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import (
     CHUNK,

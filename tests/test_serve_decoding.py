@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from serving import MODEL, b64, new_session, query, rank, update
 
+from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.serve import decoding, schema
 from cdr_kernel.serve.decoding import decode_steps
 from cdr_kernel.serve.errors import Refusal
-from cdr_kernel.steps import finish
 
 msgspec = pytest.importorskip("msgspec")
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from cdr_kernel.assess import assess as count_words
-from cdr_kernel.forks import Lock
+from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.pack import Envelope, count_tokens_default
 from cdr_kernel.rank import Ranking, cdr_rank, newest_in
 from cdr_kernel.retrieve import Retriever

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 import cdr_kernel
+from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.budget import Held
 from cdr_kernel.serve.decoding import decode_steps
@@ -32,7 +33,6 @@ from cdr_kernel.serve.openapi import document
 from cdr_kernel.serve.operations import OPERATIONS, Operation
 from cdr_kernel.serve.service import CLOSE_S, FAILED, READY, Call, Service
 from cdr_kernel.serve.settings import Settings
-from cdr_kernel.steps import finish
 
 SMALL = 65_536
 """Bodies up to here are decoded on the spot, larger ones in the pool and in steps."""

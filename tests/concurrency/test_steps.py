@@ -14,8 +14,8 @@ from texts import IMPLS, texts
 from cdr_kernel import FactStore, NGramGuard, Session, SubQuery, WindowReport, assess, pack_facts, token_hashes
 from cdr_kernel.assess import WordCount, has_token, sentence_candidates, split_sentences
 from cdr_kernel.assess import similarity_thresholds as thresholds_at_once
+from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.pack import pack_steps
-from cdr_kernel.steps import finish
 from cdr_kernel.tokens import pieces, tokenize
 
 assess_module = importlib.import_module("cdr_kernel.assess")

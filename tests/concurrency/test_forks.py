@@ -25,7 +25,7 @@ from cdr_kernel import (
     cdr_rank,
 )
 from cdr_kernel.calibrate import Moments
-from cdr_kernel.forks import Lock, Threads, cached_property, in_child
+from cdr_kernel.concurrency._forks import Lock, Threads, cached_property, in_child
 from cdr_kernel.kept import RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.sharded import ShardedRetriever
