@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import _C, NGramGuard, reference
-from cdr_kernel.ngram import TokenHasher, tokenize
+from cdr_kernel.text._ngram_guard import TokenHasher, tokenize
 
 N = 6
 WORDS = 60

@@ -24,7 +24,6 @@ from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
 from cdr_kernel.explain import Explanation, explain
 from cdr_kernel.gate import GateReport, gate_report, suggest_min_relevance
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
-from cdr_kernel.ngram import NGramGuard, repetition
 from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking, cdr_rank, rank_many
 from cdr_kernel.retrieve import Candidates, Retriever
@@ -34,7 +33,7 @@ from cdr_kernel.spec import constants, reference
 from cdr_kernel.spec.constants import Depth
 from cdr_kernel.store import Fact, FactStore, StoreView
 from cdr_kernel.task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
-from cdr_kernel.tokens import tokenize
+from cdr_kernel.text import NGramGuard, repetition, tokenize
 from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows
 
 try:

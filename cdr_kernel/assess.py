@@ -18,7 +18,8 @@ from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.store import FactStore, StoreView, view_of
 from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
-from cdr_kernel.tokens import PIECE, pieces, tokenize
+from cdr_kernel.text import tokenize
+from cdr_kernel.text._tokenize import PIECE, pieces
 from cdr_kernel.validation._arrays import as_array, scale_rows
 from cdr_kernel.validation._scalars import check_integer, check_number, check_order
 

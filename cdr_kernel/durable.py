@@ -35,8 +35,8 @@ from cdr_kernel.record_rows import check_names, check_text
 from cdr_kernel.replica import Progress, Replica, no_progress
 from cdr_kernel.snapshot import Found
 from cdr_kernel.store import Added, Checked, FactStore
-from cdr_kernel.token_hashes import HashKey
-from cdr_kernel.tokens import Tokenizer
+from cdr_kernel.text import Tokenizer
+from cdr_kernel.text._token_hashes import HashKey
 from cdr_kernel.validation._scalars import check_order, check_strings
 
 __all__ = ["RECORD", "SNAPSHOT", "WORTH_SNAPSHOT", "Advance", "DurableStore", "check_new_folder", "is_durable"]

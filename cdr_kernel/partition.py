@@ -23,11 +23,11 @@ from cdr_kernel.attributes import KINDS
 from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import LOCK, Kind
 from cdr_kernel.moments import EXPIRES, expiries_of, expiring
-from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
 from cdr_kernel.store import FactStore, StoreView
 from cdr_kernel.store_folder import KIND as STORE
+from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._arrays import Int64
 
 BY = ("source", "id")

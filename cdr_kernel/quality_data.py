@@ -18,12 +18,11 @@ import numpy.typing as npt
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.lexical import TfIdf
-from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.store import FactStore
 from cdr_kernel.store_folder import KIND
 from cdr_kernel.task import SubQuery
-from cdr_kernel.tokens import Tokenizer, tokenize
+from cdr_kernel.text import NGramGuard, Tokenizer, tokenize
 from cdr_kernel.validation._arrays import Float64
 
 EMBEDDINGS = ("title", "text")

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import pack_facts
 from cdr_kernel.quality_data import Case, Corpus
 from cdr_kernel.quality_run import Run
 from cdr_kernel.rank import cdr_rank
 from cdr_kernel.session import Session
 from cdr_kernel.task import WindowReport
+from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Int64
 
 

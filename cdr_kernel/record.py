@@ -13,7 +13,7 @@ from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.pack import count_tokens_default
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.storemap import StoreMap
-from cdr_kernel.tokens import tokenize
+from cdr_kernel.text import tokenize
 from cdr_kernel.window import Window
 
 RUN_SCHEMA = 1

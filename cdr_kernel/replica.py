@@ -17,8 +17,8 @@ from cdr_kernel.folder import turn
 from cdr_kernel.lance_record import LIVE, Record
 from cdr_kernel.record_rows import from_rows, quarantined
 from cdr_kernel.store import Checked, FactStore
-from cdr_kernel.token_hashes import HashKey
-from cdr_kernel.tokens import Tokenizer
+from cdr_kernel.text import Tokenizer
+from cdr_kernel.text._token_hashes import HashKey
 from cdr_kernel.validation._arrays import Int64
 
 T = TypeVar("T")

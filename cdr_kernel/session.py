@@ -28,7 +28,6 @@ from cdr_kernel.columns import Columns
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.ngram import HashKey, NGramGuard, Tokenizer
 from cdr_kernel.packed import PackedContext
 from cdr_kernel.session_token import NumberedStore, SessionToken
 from cdr_kernel.spec.constants import (
@@ -62,6 +61,8 @@ from cdr_kernel.task import (
     WindowReport,
     check_outputs,
 )
+from cdr_kernel.text import NGramGuard
+from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._arrays import as_vector
 from cdr_kernel.validation._scalars import (
     check_bool,

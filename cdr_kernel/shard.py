@@ -36,7 +36,6 @@ from cdr_kernel.evidence import (
 from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.kept import CACHE_BYTES
 from cdr_kernel.lexical import SparseSums, WordCounts
-from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.partition import Write, facts_in, placed, put
 from cdr_kernel.rank import Question, Ranking, multipliers
 from cdr_kernel.retrieve import retriever_on
@@ -44,6 +43,7 @@ from cdr_kernel.session import Session
 from cdr_kernel.store import Fact, FactStore, StoreView
 from cdr_kernel.stored import sequences_of
 from cdr_kernel.task import Calibrated, CoverageEntry, SessionState
+from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Float64, Int64
 
 VERSIONS_KEPT = 16

@@ -32,7 +32,6 @@ from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.lexical import SparseSums, WordCounts
-from cdr_kernel.ngram import NGramGuard, TokenRows
 from cdr_kernel.partition import put
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, check_named
 from cdr_kernel.score import best_first
@@ -51,6 +50,8 @@ from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
 from cdr_kernel.spec.constants import FEEDBACK_FACTS
 from cdr_kernel.store import Fact
 from cdr_kernel.task import SessionState
+from cdr_kernel.text import NGramGuard
+from cdr_kernel.text._ngram_guard import TokenRows
 from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor
 from cdr_kernel.whatif import Question, StoreChanged
 

@@ -21,7 +21,6 @@ from cdr_kernel import moments
 from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
 from cdr_kernel.concurrency._forks import Lock, Threads, cached_property
-from cdr_kernel.ngram import HashKey, Tokenizer
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.partition import (
     CHUNK,
@@ -45,6 +44,7 @@ from cdr_kernel.partition import (
 )
 from cdr_kernel.shard import Change, Reply, Request, Shard
 from cdr_kernel.store import Added, Fact, FactStore
+from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._arrays import Int64
 from cdr_kernel.validation._scalars import check_strings, counted, few
 

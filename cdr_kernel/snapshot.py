@@ -14,8 +14,8 @@ from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.folder import LOCK, turn
 from cdr_kernel.lance_record import Record
 from cdr_kernel.store import FactStore, StoreView, check_store_folder
-from cdr_kernel.token_hashes import HashKey
-from cdr_kernel.tokens import Tokenizer
+from cdr_kernel.text import Tokenizer
+from cdr_kernel.text._token_hashes import HashKey
 
 Held: TypeAlias = "dict[str, tuple[int, str | None, int]]"
 """Sequence numbers, reasons and first sequence numbers of quarantined facts, by id."""

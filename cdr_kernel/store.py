@@ -40,8 +40,8 @@ from cdr_kernel.store_columns import (
 )
 from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
 from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
-from cdr_kernel.token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
-from cdr_kernel.tokens import Tokenizer, tokenize
+from cdr_kernel.text import Tokenizer, tokenize
+from cdr_kernel.text._token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
 from cdr_kernel.validation._arrays import (
     Float64,
     Growing,

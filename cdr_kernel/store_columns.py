@@ -19,7 +19,7 @@ from cdr_kernel.attributes import Attribute
 from cdr_kernel.checksums import Files
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.mapped import MappedFiles
-from cdr_kernel.token_hashes import TOKEN_BYTES, TokenBlock
+from cdr_kernel.text._token_hashes import TOKEN_BYTES, TokenBlock
 from cdr_kernel.validation._arrays import Blocks, Growing, Int64, New
 
 NO_POSITION = -1

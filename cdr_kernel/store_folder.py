@@ -21,7 +21,7 @@ from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.numbering import Numbering
 from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
 from cdr_kernel.store_view import StoreView
-from cdr_kernel.token_hashes import TOKEN_BYTES, TokenRows, take_tokens
+from cdr_kernel.text._token_hashes import TOKEN_BYTES, TokenRows, take_tokens
 from cdr_kernel.validation._arrays import Growing, Int64, New
 
 FORMAT = "cdr-fact-store"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.spec.constants import (
     CALIBRATED_GATE,
     CKF_EXHAUSTED,
@@ -28,6 +27,7 @@ from cdr_kernel.spec.constants import (
     SAFETY_BUDGET_DEPLETED,
     TASK_COMPLETE,
 )
+from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import as_vector
 from cdr_kernel.validation._scalars import check_bool, check_choice, check_integer, check_number, check_text
 

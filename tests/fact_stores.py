@@ -8,7 +8,7 @@ import numpy as np
 
 from cdr_kernel import FactStore, checksums
 from cdr_kernel.folder import identity_of
-from cdr_kernel.ngram import take_tokens
+from cdr_kernel.text._ngram_guard import take_tokens
 
 
 def facts(n, start=0):

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timing import longest_wait, seconds
 
-from cdr_kernel import tokens
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.ngram import tokenize
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
 from cdr_kernel.task import SubQuery
+from cdr_kernel.text import _tokenize
+from cdr_kernel.text._ngram_guard import tokenize
 
 MODEL = "m1"
 WORDS = ("dns", "cni", "bgp")
@@ -318,7 +318,7 @@ def test_the_sentences_of_a_long_text_are_those_of_a_short_one(piece, monkeypatc
     lines = [re.sub(r"^\s*(?:[-*+•>]|#{1,6}|\d{1,3}[.)])\s+", "", line) for line in text.splitlines()]
     ends = r"(?<=[。！？])|(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+"
     assert expected == [part.strip() for line in lines for part in re.split(ends, line) if tokenize(part)]
-    monkeypatch.setattr(tokens, "_PIECE", piece)
+    monkeypatch.setattr(_tokenize, "_PIECE", piece)
     assert split_sentences(text) == expected
 
 

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timing import longest_wait, seconds
 
-from cdr_kernel import FactStore, lexical, reference, tokens
+from cdr_kernel import FactStore, lexical, reference
 from cdr_kernel.lexical import LexicalIndex, Postings, SparseSums, TfIdf, WordCounts, above_mean, words, z_of_sparse
 from cdr_kernel.spec.constants import STOP_WORDS
+from cdr_kernel.text import _tokenize
 
 TEXTS = [
     "Every Pod gets its own IP address",
@@ -222,7 +223,7 @@ def test_texts_are_taken_in_piece_by_piece(monkeypatch):
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text("aBsies gGnN_éΣσ\u212aİK.'-:7\u0307\n", max_size=60) | st.text(max_size=40))
 def test_the_words_of_a_long_text_are_the_reference_s(piece, monkeypatch, text):
-    monkeypatch.setattr(tokens, "_PIECE", piece)
+    monkeypatch.setattr(_tokenize, "_PIECE", piece)
     assert words(text) == reference.lexical_words(text)
 
 

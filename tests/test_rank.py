@@ -15,8 +15,8 @@ from cdr_kernel import (
     WindowReport,
     cdr_rank,
     reference,
-    token_hashes,
 )
+from cdr_kernel.text import _token_hashes
 
 DIM = 12
 
@@ -221,7 +221,7 @@ def test_texts_are_not_read_for_the_guard(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_exact_guards_rank_as_if_nothing_collided(exact, monkeypatch):
-    monkeypatch.setattr(token_hashes, "_hash_bits", 4)
+    monkeypatch.setattr(_token_hashes, "_hash_bits", 4)
     store, _, query, _ = world()
     session = Session([SubQuery("a", "A", "a", query)], embedding_model="m1", guard=NGramGuard(2, exact=exact))
     output = "w1 w2 w3 w4 w5 w6 w7 w8 w9"

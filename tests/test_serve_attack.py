@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from serving import DIM, MODEL, b64, make_store, new_session, query, update, write_keys
 
-from cdr_kernel.token_hashes import PROJECT_KEY, _sip_hash
+from cdr_kernel.text._token_hashes import PROJECT_KEY, _sip_hash
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 from test_serve_process import Process

@@ -17,13 +17,13 @@ from timing import seconds
 
 from cdr_kernel import reference
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import EXIT_REASONS, Depth
 from cdr_kernel.store import Fact
 from cdr_kernel.task import SessionEnded, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.text import NGramGuard
 
 MODEL = "m1"
 NAMES = ("a", "b", "c")

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import Columns, EmbeddingModelMismatch, Fact, FactStore, NGramGuard, Retriever, reference, store_columns
-from cdr_kernel.ngram import TokenHasher, take_tokens
 from cdr_kernel.sharded import ShardedStore
+from cdr_kernel.text._ngram_guard import TokenHasher, take_tokens
 
 
 class TestAdd:

@@ -16,8 +16,8 @@ from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
 from cdr_kernel.task import Exit, WindowReport
-from cdr_kernel.token_hashes import HashKey
-from cdr_kernel.tokens import Tokenizer
+from cdr_kernel.text import Tokenizer
+from cdr_kernel.text._token_hashes import HashKey
 
 SessionSource: TypeAlias = "Session | Mapping[str, Session] | Callable[[str], Session]"
 """One session, or many by id: a mapping or a function."""

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cdr_kernel.ngram import HashKey
 from cdr_kernel.serve.errors import Refusal, not_found, unavailable
 from cdr_kernel.serve.idempotency import MOST_ANSWERS, MOST_BYTES, Answers, Done
 from cdr_kernel.serve.kept_window import KeptWindow
@@ -24,6 +23,7 @@ from cdr_kernel.serve.sessions import Entry, LocalSessions, Version
 from cdr_kernel.serve.settings import Settings
 from cdr_kernel.serve.turns import Turns
 from cdr_kernel.session import Session
+from cdr_kernel.text._ngram_guard import HashKey
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from cdr_kernel.assess import WordCount, has_token, sentence_candidates, threshold_steps
 from cdr_kernel.headers import COVERAGE_SCORE, GUARD_ACTIVATIONS, crp_headers
-from cdr_kernel.ngram import NGramGuard
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import StoredNovelty
 from cdr_kernel.serve import schema
@@ -30,6 +29,7 @@ from cdr_kernel.session import Session
 from cdr_kernel.session_token import StoreBehind, head_of
 from cdr_kernel.store import FactStore
 from cdr_kernel.task import Exit, SubQuery, WindowReport
+from cdr_kernel.text import NGramGuard
 from cdr_kernel.window import final_output
 
 MOST_SUB_QUERIES = 1024

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from cdr_kernel.durable import DurableStore, is_durable
-from cdr_kernel.ngram import HashKey
 from cdr_kernel.serve.errors import invalid
 from cdr_kernel.store import Added, FactStore
+from cdr_kernel.text._ngram_guard import HashKey
 
 T = TypeVar("T")
 

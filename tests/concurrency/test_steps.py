@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import IMPLS, texts
 
-from cdr_kernel import FactStore, NGramGuard, Session, SubQuery, WindowReport, assess, pack_facts, token_hashes
+from cdr_kernel import FactStore, NGramGuard, Session, SubQuery, WindowReport, assess, pack_facts
 from cdr_kernel.assess import WordCount, has_token, sentence_candidates, split_sentences
 from cdr_kernel.assess import similarity_thresholds as thresholds_at_once
 from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.pack import pack_steps
-from cdr_kernel.tokens import pieces, tokenize
+from cdr_kernel.text import _token_hashes, tokenize
+from cdr_kernel.text._tokenize import pieces
 
 assess_module = importlib.import_module("cdr_kernel.assess")
 MODEL = "m1"
@@ -57,8 +58,8 @@ def test_no_mark_joins_a_character_after_which_a_text_is_cut():
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_text_is_hashed_in_steps(impl, monkeypatch):
-    monkeypatch.setattr(token_hashes, "PIECE", 8)
-    monkeypatch.setattr(token_hashes, "pieces", lambda text: pieces(text, 8))
+    monkeypatch.setattr(_token_hashes, "PIECE", 8)
+    monkeypatch.setattr(_token_hashes, "pieces", lambda text: pieces(text, 8))
     for text in ("red Green blue, stone river cloud", "Größe über 東京の駅。 naïve CAFÉ and so on", "", "x" * 50):
         guard, steps = NGramGuard(2, impl=impl), NGramGuard(2, impl=impl)
         guard._hasher.hashed_steps = lambda text, impl, hasher=guard._hasher: (
@@ -143,7 +144,7 @@ def report(*addressed):
 
 
 def test_an_update_in_steps_changes_everything_in_the_last(monkeypatch):
-    monkeypatch.setattr(token_hashes, "PIECE", 100)
+    monkeypatch.setattr(_token_hashes, "PIECE", 100)
     steps, whole, output = session(), session(), "some words that are long enough " * 30
     update = steps.update_steps(report("dns"), output)
     next(update)

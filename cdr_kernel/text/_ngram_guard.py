@@ -24,7 +24,7 @@ from cdr_kernel import _C
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.spec.constants import NGRAM_SIZE
-from cdr_kernel.token_hashes import (
+from cdr_kernel.text._token_hashes import (
     PROJECT_KEY,
     TOKEN_BYTES,
     HashKey,
@@ -36,7 +36,7 @@ from cdr_kernel.token_hashes import (
     offsets_of,
     take_tokens,
 )
-from cdr_kernel.tokens import DEFAULT_TOKENIZER, Tokenizer, checked_tokens, tokenize
+from cdr_kernel.text._tokenize import DEFAULT_TOKENIZER, Tokenizer, checked_tokens, tokenize
 
 __all__ = [
     "DEFAULT_TOKENIZER",

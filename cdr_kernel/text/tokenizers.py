@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from cdr_kernel.tokens import folded
+from cdr_kernel.text._tokenize import folded
 
 
 class IcuTokenizer:

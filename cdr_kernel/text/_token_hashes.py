@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import _C
-from cdr_kernel.tokens import PIECE, Tokenizer, ascii_form, checked_tokens, pieces, tokenize, tokenizer_name_of
+from cdr_kernel.text._tokenize import PIECE, Tokenizer, ascii_form, checked_tokens, pieces, tokenize, tokenizer_name_of
 from cdr_kernel.validation._scalars import check_order
 
 HashKey: TypeAlias = "bytes | int"

@@ -11,8 +11,8 @@ import pytest
 from texts import IMPLS, some_texts
 
 from cdr_kernel import _C
-from cdr_kernel.ngram import NGramGuard
-from cdr_kernel.token_hashes import PROJECT_KEY, TOKEN_BYTES, TokenHasher, TokenRows, _sip_hash, take_tokens
+from cdr_kernel.text import NGramGuard
+from cdr_kernel.text._token_hashes import PROJECT_KEY, TOKEN_BYTES, TokenHasher, TokenRows, _sip_hash, take_tokens
 
 
 @pytest.fixture(params=IMPLS)

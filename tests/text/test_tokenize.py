@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from texts import Whitespace, texts
 from timing import longest_wait
 
-from cdr_kernel import reference, tokens
-from cdr_kernel.ngram import NGramGuard
-from cdr_kernel.tokens import _tamed, folded, tokenize
+from cdr_kernel import reference
+from cdr_kernel.text import NGramGuard, _tokenize, tokenize
+from cdr_kernel.text._tokenize import _tamed, folded
 
 MARKS = "\u0301\u0316\u0345\u0344\u0341\u0f71\u0f73\u0f75\u0f81\u3099\u0e48\u0e38\U0001d165\U0001e8d0\u20dd\ufe0f"
 
@@ -82,13 +82,13 @@ def test_hostile_runs_of_marks_are_in_order_before_python_sorts_them(marks: str)
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts)
 def test_a_long_text_is_cut_into_pieces_of_the_same_tokens(piece: int, monkeypatch, text: str) -> None:
-    monkeypatch.setattr(tokens, "_PIECE", piece)
+    monkeypatch.setattr(_tokenize, "_PIECE", piece)
     assert tokenize(text) == reference.tokenize(text)
     assert folded(text) == unicodedata.normalize("NFKC", text).casefold()
 
 
 def test_no_character_is_cut_from_what_it_is_normalised_with(monkeypatch) -> None:
-    monkeypatch.setattr(tokens, "_PIECE", 1)
+    monkeypatch.setattr(_tokenize, "_PIECE", 1)
     befores = ["a", "한", "ᄀ", "가", "ka\u0301", "が", "\u0bc6", "\u0cca", "\u1133", "=", "\ufdfa", "Å"]
     for code in (*range(0x2000), *range(0x3000, 0x3100), *range(0x3100, 0x1F000, 37)):
         text = "".join(f"{before}{chr(code)}" for before in befores)

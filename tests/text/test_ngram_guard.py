@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from texts import IMPLS, SECRET, Whitespace, some_texts, texts
 from timing import seconds
 
-from cdr_kernel import _C, ngram, reference, repetition, token_hashes
-from cdr_kernel.ngram import NGramGuard, _HashSetPython
-from cdr_kernel.token_hashes import PROJECT_KEY, TokenHasher, _sip_hash
-from cdr_kernel.tokens import tokenize
+from cdr_kernel import _C, reference, repetition
+from cdr_kernel.text import NGramGuard, _ngram_guard, _token_hashes, tokenize
+from cdr_kernel.text._ngram_guard import _HashSetPython
+from cdr_kernel.text._token_hashes import PROJECT_KEY, TokenHasher, _sip_hash
 
 GOLDEN_6 = [
     0x5AF2616AD5E58E92,
@@ -612,7 +612,7 @@ class TestSince:
             counts, before = counts + more, guard.generation
             assert counts.tolist() == [at + 1]
         assert guard.overlap_since(first, rows) is None
-        assert len(guard._state.layers) <= ngram._MAX_LAYERS
+        assert len(guard._state.layers) <= _ngram_guard._MAX_LAYERS
 
 
 def newest(outputs: Sequence[str], n: int, limit: int) -> tuple[set[tuple[str, ...]], list[set[tuple[str, ...]]]]:
@@ -680,7 +680,7 @@ class TestExact:
     @pytest.fixture
     def few_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Token hashes of three bits: most n-grams collide with others."""
-        monkeypatch.setattr(token_hashes, "_hash_bits", 3)
+        monkeypatch.setattr(_token_hashes, "_hash_bits", 3)
 
     def test_hits_are_verified_on_the_tokens(self, impl: str, few_bits: None) -> None:
         outputs, facts = some_texts(4, seed=1, words=40), some_texts(80, words=40)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import FactStore, NGramGuard
-from cdr_kernel.tokenizers import EncoderTokenizer, IcuTokenizer
+from cdr_kernel.text.tokenizers import EncoderTokenizer, IcuTokenizer
 
 
 def encode(text: str) -> list[int]:
