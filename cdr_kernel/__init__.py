@@ -31,7 +31,8 @@ from cdr_kernel.score import Scores, available_impls, cdr_score
 from cdr_kernel.session import Session
 from cdr_kernel.spec import constants, reference
 from cdr_kernel.spec.constants import Depth
-from cdr_kernel.store import Fact, FactStore, StoreView
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._fact_store import Fact, StoreView
 from cdr_kernel.task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.text import NGramGuard, repetition, tokenize
 from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows

@@ -19,7 +19,7 @@ import numpy as np
 
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.spec.constants import NO_DEVIATION
-from cdr_kernel.store import Bool, StoreView
+from cdr_kernel.store._fact_store import Bool, StoreView
 from cdr_kernel.validation._arrays import Float64, Int64, as_vectors
 
 _BLOCK = 2048  # rows whose products, at most 2^42 each, float64 sums exactly

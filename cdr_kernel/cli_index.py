@@ -74,7 +74,7 @@ def index(
 
         check_new_folder(output)
     else:
-        cdr_kernel.store.check_store_folder(output)
+        cdr_kernel.store._fact_store.check_store_folder(output)
     source = make_source(embeddings, embed, model)
     with facts_on_disk(facts) as (path, called):
         file = FactFile(path, source, start=start, stop=stop, name=embed or "", called=called)
@@ -126,7 +126,7 @@ def ingest(
     """Cut documents into facts, embed them, propose tasks: what `python -m bench quality --data STORE` needs."""
     from cdr_kernel.ingest import propose_tasks, read_documents
 
-    cdr_kernel.store.check_store_folder(output)
+    cdr_kernel.store._fact_store.check_store_folder(output)
     found = read_documents(documents)
     facts = [fact for document in found for fact in document.facts]
     if not facts:

@@ -8,7 +8,6 @@ import numpy as np
 import typer
 
 import cdr_kernel
-from cdr_kernel.attributes import Where
 from cdr_kernel.cli_inputs import check_model, opened_store, query_vector, query_vectors, where_filter
 from cdr_kernel.cli_options import (
     AsJson,
@@ -24,6 +23,7 @@ from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import read_vectors
 from cdr_kernel.retrieve import Candidates
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
+from cdr_kernel.store._attributes import Where
 from cdr_kernel.terminal import cell, new_table, print_json, say, show, width
 from cdr_kernel.validation._scalars import counted
 

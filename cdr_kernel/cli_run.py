@@ -12,7 +12,6 @@ import numpy as np
 import typer
 
 import cdr_kernel
-from cdr_kernel.attributes import Where
 from cdr_kernel.cli_inputs import (
     check_model,
     check_one_save,
@@ -53,6 +52,7 @@ from cdr_kernel.cli_rank import asked_facts, largest_cosine, say_largest_cosine
 from cdr_kernel.files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
 from cdr_kernel.record import RunRecord, summary
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
+from cdr_kernel.store._attributes import Where
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.task import Calibrated
 from cdr_kernel.terminal import fits, new_table, print_json, say, show

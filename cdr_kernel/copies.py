@@ -13,9 +13,10 @@ import numpy as np
 
 from cdr_kernel import exchange
 from cdr_kernel.lance_record import LIVE, Record
-from cdr_kernel.moments import EXPIRES, expiries_of, expiring
 from cdr_kernel.record_rows import check_text, to_rows
-from cdr_kernel.store import Checked, FactStore, StoreView
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._expiry import EXPIRES, expiries_of, expiring
+from cdr_kernel.store._fact_store import Checked, StoreView
 from cdr_kernel.validation._arrays import Int64
 
 Advance: TypeAlias = Callable[[int], object]

@@ -17,7 +17,7 @@ import torch
 
 from cdr_kernel.bounds import Factors32, Packed, Pass, Rows, Source, scaled32
 from cdr_kernel.concurrency._forks import Lock
-from cdr_kernel.store import StoreView
+from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Blocks, Float64, Int64, scale_rows, take_rows
 
 DTYPES = ("float16", "bfloat16", "float32", "int8")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cdr_kernel import _C
 from cdr_kernel.columns import QUERY, Columns
 from cdr_kernel.score import Factors, choose_impl
-from cdr_kernel.store import StoreView
+from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:

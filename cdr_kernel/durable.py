@@ -22,19 +22,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from cdr_kernel import commits, copies, exchange, lance_record, moments, snapshot
-from cdr_kernel.attributes import Value
+from cdr_kernel import commits, copies, exchange, lance_record, snapshot
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.copies import Advance
 from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
-from cdr_kernel.folder import turn
 from cdr_kernel.lance_record import Record
-from cdr_kernel.numbering import Numbering
 from cdr_kernel.record_rows import check_names, check_text
 from cdr_kernel.replica import Progress, Replica, no_progress
 from cdr_kernel.snapshot import Found
-from cdr_kernel.store import Added, Checked, FactStore
+from cdr_kernel.store import FactStore, _expiry
+from cdr_kernel.store._atomic_folder import turn
+from cdr_kernel.store._attributes import Value
+from cdr_kernel.store._fact_store import Added, Checked
+from cdr_kernel.store._numbering import Numbering
 from cdr_kernel.text import Tokenizer
 from cdr_kernel.text._token_hashes import HashKey
 from cdr_kernel.validation._scalars import check_order, check_strings
@@ -361,14 +362,14 @@ class DurableStore:
     def _put(
         self, ids: Sequence[str], found: Checked, expires_at: Sequence[datetime | float | None] | None, *, replace: bool
     ) -> Added:
-        expiries = moments.microseconds(expires_at, len(ids))
+        expiries = _expiry.microseconds(expires_at, len(ids))
         if any(moment is not None for moment in expiries):
             by_id = dict(zip(ids, expiries, strict=True))
-            found = moments.expiring(found, [by_id[i] for i in found.ids])
+            found = _expiry.expiring(found, [by_id[i] for i in found.ids])
         check_text(found)
         with self._lock:
             added = self._change(lambda: commits.put(self._replica, found, replace=replace))
-            if any(moment is not None and moment <= moments.now() for moment in expiries):
+            if any(moment is not None and moment <= _expiry.now() for moment in expiries):
                 self._look()
             return added
 
@@ -407,7 +408,7 @@ class DurableStore:
             self._look()
             return count
 
-    def expire(self, now: datetime | float | None = None, *, grace: float = moments.GRACE) -> int:
+    def expire(self, now: datetime | float | None = None, *, grace: float = _expiry.GRACE) -> int:
         """Delete the facts whose time has been past for sure, quarantined ones included; withhold what is past it now.
 
         A clock may be wrong. So a fact is deleted only where two calls, at least `grace` seconds apart by their clocks,
@@ -425,12 +426,12 @@ class DurableStore:
             ValueError: A moment without a time zone or out of range, or a grace below 0.
             TypeError: A moment of another type.
         """
-        moment = moments.now() if now is None else moments.microsecond(now, "now")
+        moment = _expiry.now() if now is None else _expiry.microsecond(now, "now")
         if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0.0 <= grace < 1e9:
             raise ValueError(f"grace: expected seconds of at least 0, got {grace!r}")
 
         def delete() -> int:
-            past = moments.confirmed(self.path / LOOKS, moment, grace)
+            past = _expiry.confirmed(self.path / LOOKS, moment, grace)
             return 0 if past is None else commits.expire(self._replica, past)
 
         with self._lock:
@@ -494,7 +495,7 @@ class DurableStore:
             if self.facts.view().rows > len(self.facts.whole()):
                 mapped = self._mapped()
                 if mapped is not None:
-                    mapped.look(moments.now())  # first, so that no ranking has what is past its time
+                    mapped.look(_expiry.now())  # first, so that no ranking has what is past its time
                     self.facts.adopt(mapped)
 
     @property
@@ -590,7 +591,7 @@ class DurableStore:
 
     def _look(self, moment: int | None = None) -> None:
         """Withhold what is past its time at this moment, the present for None."""
-        moment = moments.now() if moment is None else moment
+        moment = _expiry.now() if moment is None else moment
         try:
             self.facts.look(moment)
         except DamagedFileError as error:  # of the snapshot that is mapped

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cdr_kernel import lance_record
-from cdr_kernel.folder import LOCK, draft_folder, sync_folder, turn
 from cdr_kernel.lance_record import Record
+from cdr_kernel.store._atomic_folder import LOCK, draft_folder, sync_folder, turn
 
 _log = logging.getLogger(__name__)
 

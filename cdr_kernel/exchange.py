@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import _C
-from cdr_kernel.attributes import KINDS, checked_attributes
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import draft_folder, identity_of, sync_folder
 from cdr_kernel.lance_record import COLUMNS
-from cdr_kernel.numbering import Numbering
-from cdr_kernel.store import DTYPES
+from cdr_kernel.store._atomic_folder import draft_folder, identity_of, sync_folder
+from cdr_kernel.store._attributes import KINDS, checked_attributes
+from cdr_kernel.store._fact_store import DTYPES
+from cdr_kernel.store._numbering import Numbering
 
 FORMAT = "cdr-facts"
 FORMAT_VERSION = 1

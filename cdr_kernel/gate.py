@@ -17,7 +17,8 @@ from cdr_kernel import _C
 from cdr_kernel.columns import Columns
 from cdr_kernel.score import check_k
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, MAX_WINDOWS
-from cdr_kernel.store import FactStore, StoreView, view_of
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._fact_store import StoreView, view_of
 from cdr_kernel.validation._arrays import Float64, Int64, as_vectors
 
 SPEC_GATES = (0.50, 0.55, 0.65)

@@ -21,7 +21,7 @@ from cdr_kernel import _C
 from cdr_kernel.columns import RESIDUAL, Columns
 from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
-from cdr_kernel.store import StoreView
+from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.text._ngram_guard import Generation
 from cdr_kernel.validation._arrays import Float32, Float64, Int64

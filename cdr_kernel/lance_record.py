@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.attributes import RESERVED
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import sync_folder
 from cdr_kernel.lance_sums import Sums
-from cdr_kernel.numbering import Numbering
+from cdr_kernel.store._atomic_folder import sync_folder
+from cdr_kernel.store._attributes import RESERVED
+from cdr_kernel.store._numbering import Numbering
 from cdr_kernel.validation._arrays import Int64
 
 FORMAT = "cdr-durable-store"

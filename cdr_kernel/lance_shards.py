@@ -29,7 +29,6 @@ import numpy as np
 
 from cdr_kernel.copies import of_view
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import identity_of, turn
 from cdr_kernel.lance_record import Record, lance_module, said_plainly, schema_of
 from cdr_kernel.partition import (
     CHUNK,
@@ -42,7 +41,8 @@ from cdr_kernel.partition import (
 )
 from cdr_kernel.record_rows import check_text, from_rows, to_rows
 from cdr_kernel.store import FactStore
-from cdr_kernel.store_folder import digest_of
+from cdr_kernel.store._atomic_folder import identity_of, turn
+from cdr_kernel.store._format import digest_of
 from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._warn import warn
 

@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from cdr_kernel import _C, checksums
+from cdr_kernel import _C
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import identity_of, sync_folder, synced
+from cdr_kernel.store import _checksums
+from cdr_kernel.store._atomic_folder import identity_of, sync_folder, synced
 
 FOLDER = "_checksums"
 _FOOTER = struct.Struct("<QQQIIHH4s")  # of a data file: where its metadata begins comes first
@@ -50,7 +51,7 @@ class Sums:
             sync_folder(self.path)
         for file in new:
             try:
-                said = {"file": file.name, **checksums.of_file(file)}
+                said = {"file": file.name, **_checksums.of_file(file)}
             except FileNotFoundError:  # of another writer, who has taken it away again
                 continue
             draft = folder / f"{file.name}.{secrets.token_hex(4)}"
@@ -114,7 +115,7 @@ class Sums:
             raise DamagedFileError(f"{beside}: not as it was written", beside)
         if not file.exists():  # which whoever reads looks for in a newer version
             raise FileNotFoundError(f"{file}: no such file")
-        found = self._files[file] = checksums.opened(file, said, str(beside), mapped=False)
+        found = self._files[file] = _checksums.opened(file, said, str(beside), mapped=False)
         return found
 
     def _spans_of(self, file: Path, opened: _C.CheckedFile) -> dict[str, list[tuple[int, int]]] | None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.spec.constants import BM25_B, BM25_K1, NO_DEVIATION, STOP_WORDS
-from cdr_kernel.store import StoreView
+from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.text._tokenize import spans
 from cdr_kernel.validation._arrays import Float64, Int64
 

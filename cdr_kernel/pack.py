@@ -21,13 +21,13 @@ from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.packed import PackedContext
 from cdr_kernel.score import best_first
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
-from cdr_kernel.stored import sequences_of, text_of
+from cdr_kernel.store._stored_facts import sequences_of, text_of
 from cdr_kernel.task import EXHAUSTIONS
 from cdr_kernel.validation._scalars import check_integer, counted, few
 
 if TYPE_CHECKING:
     from cdr_kernel.rank import Ranking
-    from cdr_kernel.store import Fact
+    from cdr_kernel.store._fact_store import Fact
 
 _ROOM = 64
 """Binary places that ratios are moved down by where their sum is beyond float64."""

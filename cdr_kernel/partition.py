@@ -19,14 +19,15 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from cdr_kernel.attributes import KINDS
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import LOCK, Kind
-from cdr_kernel.moments import EXPIRES, expiries_of, expiring
-from cdr_kernel.numbering import Numbering
 from cdr_kernel.retrieve import WORTH_CODES, Retriever
-from cdr_kernel.store import FactStore, StoreView
-from cdr_kernel.store_folder import KIND as STORE
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._atomic_folder import LOCK, Kind
+from cdr_kernel.store._attributes import KINDS
+from cdr_kernel.store._expiry import EXPIRES, expiries_of, expiring
+from cdr_kernel.store._fact_store import StoreView
+from cdr_kernel.store._format import KIND as STORE
+from cdr_kernel.store._numbering import Numbering
 from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._arrays import Int64
 

@@ -20,7 +20,7 @@ from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, re
 from cdr_kernel.lexical import TfIdf
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.store import FactStore
-from cdr_kernel.store_folder import KIND
+from cdr_kernel.store._format import KIND
 from cdr_kernel.task import SubQuery
 from cdr_kernel.text import NGramGuard, Tokenizer, tokenize
 from cdr_kernel.validation._arrays import Float64

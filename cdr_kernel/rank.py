@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C, frame
-from cdr_kernel.attributes import Where
 from cdr_kernel.columns import Columns
 from cdr_kernel.concurrency._forks import cached_property
 from cdr_kernel.evidence import Asked, ask, best_z, with_enough
@@ -21,8 +20,9 @@ from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Factors, Scores, best_first, check_k, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.store import Fact, StoreView
-from cdr_kernel.stored import StoredFacts, ids_of, taken
+from cdr_kernel.store._attributes import Where
+from cdr_kernel.store._fact_store import Fact, StoreView
+from cdr_kernel.store._stored_facts import StoredFacts, ids_of, taken
 from cdr_kernel.task import CoverageEntry, Feedback, SessionState
 from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor
 from cdr_kernel.validation._scalars import check_order, counted, few

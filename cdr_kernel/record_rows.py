@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel import moments
 from cdr_kernel.lance_record import COLUMNS, LIVE, QUARANTINED, Record
-from cdr_kernel.store import Checked, FactStore
+from cdr_kernel.store import FactStore, _expiry
+from cdr_kernel.store._fact_store import Checked
 from cdr_kernel.validation._arrays import Int64
 
 
@@ -44,8 +44,8 @@ def to_rows(
         "source": found.sources,
         "position": [None if position < 0 else position for position in found.positions.tolist()],
         "importance": found.importance,
-        "added_at": pa.array([moments.now()] * m if added_at is None else added_at, pa.int64()).cast(stamp),
-        "expires_at": pa.array(found.attributes.get(moments.EXPIRES, (int, nothing))[1], pa.int64()).cast(stamp),
+        "added_at": pa.array([_expiry.now()] * m if added_at is None else added_at, pa.int64()).cast(stamp),
+        "expires_at": pa.array(found.attributes.get(_expiry.EXPIRES, (int, nothing))[1], pa.int64()).cast(stamp),
         "status": [LIVE if reason is None else QUARANTINED for reason in held],
         "reason": [reason or None for reason in held],
         "embedding": pa.FixedSizeListArray.from_arrays(values, embedding.list_size),
@@ -76,7 +76,7 @@ def from_rows(table: Any, facts: FactStore, record: Record) -> tuple[Checked, In
         table["position"].to_pylist(),
         {name: table[name].to_pylist() for name in names},
     )
-    found = moments.expiring(found, table["expires_at"].cast("int64").to_pylist())
+    found = _expiry.expiring(found, table["expires_at"].cast("int64").to_pylist())
     return found._replace(first_sequence=table["first_sequence"].to_numpy()), table["sequence"].to_numpy()
 
 

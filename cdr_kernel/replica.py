@@ -12,11 +12,11 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from cdr_kernel import moments
-from cdr_kernel.folder import turn
 from cdr_kernel.lance_record import LIVE, Record
 from cdr_kernel.record_rows import from_rows, quarantined
-from cdr_kernel.store import Checked, FactStore
+from cdr_kernel.store import FactStore, _expiry
+from cdr_kernel.store._atomic_folder import turn
+from cdr_kernel.store._fact_store import Checked
 from cdr_kernel.text import Tokenizer
 from cdr_kernel.text._token_hashes import HashKey
 from cdr_kernel.validation._arrays import Int64
@@ -173,7 +173,7 @@ class Replica:
             for batch in record.batches(f"status = '{LIVE}'"):
                 facts.apply(*from_rows(batch, facts, record))
                 advance(batch.num_rows)
-        facts.look(moments.now())  # before anyone has them, so that no ranking has what is past its time
+        facts.look(_expiry.now())  # before anyone has them, so that no ranking has what is past its time
         return facts, quarantined(record), record.next_sequence(), record
 
     def with_newest(self, record: Record, use: Callable[[Record], T]) -> T:

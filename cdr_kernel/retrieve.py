@@ -26,7 +26,8 @@ from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
 from cdr_kernel.score import best_first, check_k
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
-from cdr_kernel.store import FactStore, StoreView
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:

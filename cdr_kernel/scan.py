@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.checksums import Files
 from cdr_kernel.columns import Columns
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import Kind, synced
-from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.store_folder import KIND as STORE
-from cdr_kernel.store_view import StoreView
+from cdr_kernel.store import StoreView
+from cdr_kernel.store._atomic_folder import Kind, synced
+from cdr_kernel.store._checksums import Files
+from cdr_kernel.store._format import KIND as STORE
+from cdr_kernel.store._mapped_files import MappedFiles
 from cdr_kernel.validation._arrays import Float32, Float64, Int64, as_array
 
 FORMAT = "cdr-scan-index"

@@ -29,9 +29,9 @@ import numpy as np
 from cdr_kernel import session_json
 from cdr_kernel.bit_codes import BitReader, BitWriter
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.numbering import Numbering
 from cdr_kernel.session_json import SCHEMA
 from cdr_kernel.spec.constants import MAX_DEPTH_FROM_WORDS
+from cdr_kernel.store._numbering import Numbering
 from cdr_kernel.task import CoverageEntry, SessionState, SubQuery
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Int64

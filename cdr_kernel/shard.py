@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.attributes import Where, chosen
 from cdr_kernel.calibrate import Sums
 from cdr_kernel.columns import Columns
 from cdr_kernel.concurrency._forks import Lock
@@ -40,8 +39,10 @@ from cdr_kernel.partition import Write, facts_in, placed, put
 from cdr_kernel.rank import Question, Ranking, multipliers
 from cdr_kernel.retrieve import retriever_on
 from cdr_kernel.session import Session
-from cdr_kernel.store import Fact, FactStore, StoreView
-from cdr_kernel.stored import sequences_of
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._attributes import Where, chosen
+from cdr_kernel.store._fact_store import Fact, StoreView
+from cdr_kernel.store._stored_facts import sequences_of
 from cdr_kernel.task import Calibrated, CoverageEntry, SessionState
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Float64, Int64

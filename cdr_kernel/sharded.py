@@ -25,7 +25,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.attributes import Where, check_mask, mapping_key, rows_key, where_text
 from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.concurrency._forks import Lock, cached_property
@@ -48,7 +47,8 @@ from cdr_kernel.shard import (
 )
 from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
 from cdr_kernel.spec.constants import FEEDBACK_FACTS
-from cdr_kernel.store import Fact
+from cdr_kernel.store._attributes import Where, check_mask, mapping_key, rows_key, where_text
+from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.task import SessionState
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.text._ngram_guard import TokenRows

@@ -17,11 +17,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from cdr_kernel import moments
-from cdr_kernel.attributes import Attribute, Where, chosen
 from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
 from cdr_kernel.concurrency._forks import Lock, Threads, cached_property
-from cdr_kernel.numbering import Numbering
 from cdr_kernel.partition import (
     CHUNK,
     Home,
@@ -43,7 +40,10 @@ from cdr_kernel.partition import (
     shard_names,
 )
 from cdr_kernel.shard import Change, Reply, Request, Shard
-from cdr_kernel.store import Added, Fact, FactStore
+from cdr_kernel.store import FactStore, _expiry
+from cdr_kernel.store._attributes import Attribute, Where, chosen
+from cdr_kernel.store._fact_store import Added, Fact
+from cdr_kernel.store._numbering import Numbering
 from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._arrays import Int64
 from cdr_kernel.validation._scalars import check_strings, counted, few
@@ -193,7 +193,7 @@ class ShardedStore:
             version=view.version,
             facts=len(view),
             kinds=view.attribute_types,
-            expires=moments.EXPIRES in view._storage.attributes,
+            expires=_expiry.EXPIRES in view._storage.attributes,
             limits=limits,
             pool=pool,
         )
@@ -505,7 +505,7 @@ class ShardedStore:
         Raises:
             ShardsMissing: A shard cannot be asked.
         """
-        moment = moments.now() if now is None else moments.microsecond(now, "now")
+        moment = _expiry.now() if now is None else _expiry.microsecond(now, "now")
         if not self._expires:
             return 0
         with self._lock:

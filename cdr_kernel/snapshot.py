@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import LOCK, turn
 from cdr_kernel.lance_record import Record
-from cdr_kernel.store import FactStore, StoreView, check_store_folder
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._atomic_folder import LOCK, turn
+from cdr_kernel.store._fact_store import StoreView, check_store_folder
 from cdr_kernel.text import Tokenizer
 from cdr_kernel.text._token_hashes import HashKey
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.store import StoreView
+from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Float64
 
 MOST_POINTS = 1500

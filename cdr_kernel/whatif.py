@@ -22,8 +22,8 @@ from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
 from cdr_kernel.score import Factors, Scores, best_first, check_product, passing_scores
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
-from cdr_kernel.store import StoreView
-from cdr_kernel.stored import sequences_of, text_of
+from cdr_kernel.store._fact_store import StoreView
+from cdr_kernel.store._stored_facts import sequences_of, text_of
 from cdr_kernel.task import SessionState
 
 UNLIMITED = 2**62

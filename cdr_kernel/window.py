@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cdr_kernel.attributes import Where
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
 from cdr_kernel.rank import Ranking, Ranks, cdr_rank, newest_in
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import LIMIT_REACHED, TASK_COMPLETE
+from cdr_kernel.store._attributes import Where
 from cdr_kernel.task import Exit, WindowReport
 
 

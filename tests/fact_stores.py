@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 
-from cdr_kernel import FactStore, checksums
-from cdr_kernel.folder import identity_of
+from cdr_kernel import FactStore
+from cdr_kernel.store import _checksums
+from cdr_kernel.store._atomic_folder import identity_of
 from cdr_kernel.text._ngram_guard import take_tokens
 
 
@@ -39,7 +40,7 @@ def reseal(manifest, **said):
     """Have a manifest say this too, and name its files as they are now: what then is wrong in it was written so."""
     found = json.loads(manifest.read_bytes())
     data = manifest.parent / found["data"]
-    found = {**found, "files": checksums.of_folder(data), **said}
+    found = {**found, "files": _checksums.of_folder(data), **said}
     manifest.write_text(json.dumps({**found, "identity": identity_of(found)}))
 
 

@@ -103,6 +103,6 @@ def test_a_store_that_cannot_be_written_is_named_as_it_was_given(tmp_path, monke
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device", "data-1f/embeddings.npy")
 
-    monkeypatch.setattr("cdr_kernel.store.FactStore.save", full)
+    monkeypatch.setattr("cdr_kernel.store._fact_store.FactStore.save", full)
     line = fails("index", FACTS, "--embeddings", VECTORS, "--model", "m", "-o", tmp_path / "s")
     assert line == f"error: {tmp_path / 's'}: the store could not be written (No space left on device)"

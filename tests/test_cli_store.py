@@ -166,11 +166,11 @@ def test_facts_go_in_and_out(files, durable):
 
 
 def test_a_wrong_clock_loses_nothing(files, durable, monkeypatch):
-    from cdr_kernel import moments
     from cdr_kernel.durable import DurableStore
+    from cdr_kernel.store import _expiry
 
-    now, day, days = moments.now(), 86400 * 10**6, [0]
-    monkeypatch.setattr(moments, "now", lambda: now + days[0] * day)
+    now, day, days = _expiry.now(), 86400 * 10**6, [0]
+    monkeypatch.setattr(_expiry, "now", lambda: now + days[0] * day)
     with DurableStore.open(durable) as store:
         rows = np.random.default_rng(1).standard_normal((3, store.dim))
         store.add(["new0", "new1", "new2"], ["one", "two", "three"], rows, expires_at=[now / 1e6 + 86400, None, 4e9])

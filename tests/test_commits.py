@@ -11,9 +11,10 @@ import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vectors
 from fact_stores import flip
 
-from cdr_kernel import FactStore, Retriever, moments, replica
-from cdr_kernel import store as store_module
+from cdr_kernel import FactStore, Retriever, replica
 from cdr_kernel.durable import DurableStore
+from cdr_kernel.store import _expiry
+from cdr_kernel.store import _fact_store as store_module
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ DAY = 86400.0
 def clock(monkeypatch):
     """The seconds that all clocks say, in a list of one."""
     said = [time.time()]
-    monkeypatch.setattr(moments, "now", lambda: int(said[0] * 10**6))
+    monkeypatch.setattr(_expiry, "now", lambda: int(said[0] * 10**6))
     return said
 
 
@@ -272,7 +273,7 @@ def test_damage_to_the_ids_of_what_is_past_its_time_is_put_right(store, clock, m
 def test_a_store_in_memory_keeps_what_it_withholds(tmp_path):
     store = FactStore(DIM, embedding_model=MODEL)
     found = store.check(["a", "b", "c"], ["a", "b", "c"], vectors(3))
-    store.apply(moments.expiring(found, [10, None, 10**9]))
+    store.apply(_expiry.expiring(found, [10, None, 10**9]))
     assert store.look(20) == (1, 0)
     assert store.look(20) == (0, 0)
     assert (store.ids, list(store.withheld), len(store.whole())) == (["b", "c"], ["a"], 3)

@@ -21,14 +21,14 @@ from cdr_kernel import (
     Session,
     SubQuery,
     cdr_rank,
-    checksums,
     durable,
     explain,
     replica,
     snapshot,
 )
-from cdr_kernel import store as store_module
 from cdr_kernel.durable import DurableStore
+from cdr_kernel.store import _checksums
+from cdr_kernel.store import _fact_store as store_module
 
 FILES = [
     "embeddings.npy",
@@ -156,7 +156,7 @@ def test_a_changed_bit_in_a_snapshot_is_found_and_put_right(big, name, caplog):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK", 4096)
+    monkeypatch.setattr(_checksums, "BLOCK", 4096)
 
 
 def test_retrievers_follow_when_a_snapshot_is_put_right(small_blocks, big, monkeypatch):

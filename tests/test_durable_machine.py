@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 pytest.importorskip("lance", reason="needs the extra store")
 
-from cdr_kernel import moments
 from cdr_kernel.durable import DurableStore
+from cdr_kernel.store import _expiry
 
 DIM, MODEL = 4, "toy"
 IDS = st.lists(st.sampled_from([f"f{i}" for i in range(8)]), min_size=1, max_size=4, unique=True)
@@ -38,7 +38,7 @@ class Facts(RuleBasedStateMachine):
         self.stores = [DurableStore.create(self.path, DIM, embedding_model=MODEL), DurableStore.open(self.path)]
         self.model, self.turn, self.days, self.looks = {}, 0, 100, []
         self.numbers = {}
-        self.real_clock, moments.now = moments.now, lambda: self.days * DAY
+        self.real_clock, _expiry.now = _expiry.now, lambda: self.days * DAY
 
     def past(self, id):
         """Whether a fact is past its time."""
@@ -61,7 +61,7 @@ class Facts(RuleBasedStateMachine):
         return len(gone)
 
     def teardown(self):
-        moments.now = getattr(self, "real_clock", moments.now)
+        _expiry.now = getattr(self, "real_clock", _expiry.now)
         for store in getattr(self, "stores", ()):
             store.close()
         shutil.rmtree(self.home, ignore_errors=True)

@@ -13,7 +13,7 @@ from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import EXIT_REASONS
-from cdr_kernel.store import Fact
+from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.task import Exit, SubQuery, WindowReport
 
 HYPOTHESIS = settings(deadline=None, max_examples=100, derandomize=True)

@@ -20,7 +20,7 @@ from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import read_tasks
 from cdr_kernel.ingest import DocumentFact, cut, propose_tasks, read_documents
 from cdr_kernel.quality import evaluate, load_corpus, ranked, summarise
-from cdr_kernel.store_folder import KIND
+from cdr_kernel.store._format import KIND
 
 PAGE = """---
 title: "Nodes"
@@ -388,7 +388,7 @@ def test_the_next_ingest_ends_what_a_killed_one_had_begun(docs, tmp_path, monkey
         tasks = 2 if i < 4 else 3
         assert len(read_tasks(folder / "tasks.json")) == len(load_corpus(folder).cases) == tasks
         with monkeypatch.context() as broken:
-            broken.setattr("cdr_kernel.store_folder.write", lambda *_: 1 / 0)
+            broken.setattr("cdr_kernel.store._format.write", lambda *_: 1 / 0)
             assert ingested(folder) == 1  # it fails, and yet has put right what it found
         *data, first, second, third, fourth, fifth = sorted(path.name for path in folder.iterdir())
         assert [first, second, third, fourth, fifth] == [

@@ -14,11 +14,12 @@ pytest.importorskip("lance", reason="needs the extra store")
 
 from test_sharded import DIM, MODEL, calibrated, facts, flip, items_of, same, spec, written
 
-from cdr_kernel import FactStore, Retriever, cdr_rank, moments
+from cdr_kernel import FactStore, Retriever, cdr_rank
 from cdr_kernel.durable import DurableStore
 from cdr_kernel.lance_shards import LanceHome
 from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, partition
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.store import _expiry
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,7 @@ def test_addresses_are_checked():
 
 
 def test_what_expires_does_so_in_shards(tmp_path, home, monkeypatch):
-    r, start = np.random.default_rng(5), moments.now()
+    r, start = np.random.default_rng(5), _expiry.now()
     with DurableStore.create(tmp_path / "facts", DIM, embedding_model=MODEL) as store:
         store.add(**facts(r, 40), expires_at=[None, start / 1e6 + 3600] * 20)
         partition(store.facts, home, shards=2)
@@ -221,11 +222,11 @@ def test_what_expires_does_so_in_shards(tmp_path, home, monkeypatch):
         assert sharded.ids == ids
         sharded.save()
     shutil.rmtree(home.cache)
-    monkeypatch.setattr(moments, "now", lambda: start + 3601 * 10**6)
+    monkeypatch.setattr(_expiry, "now", lambda: start + 3601 * 10**6)
     with ShardedStore.open(home) as sharded:
         assert sharded.ids == ids[::2]
         sharded.save()  # under a clock that is ahead
-    monkeypatch.setattr(moments, "now", lambda: start)
+    monkeypatch.setattr(_expiry, "now", lambda: start)
     with ShardedStore.open(home) as sharded:
         assert sharded.ids == ids
     with DurableStore.open(tmp_path / "facts") as store:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cdr_kernel import FactStore, pack, reference
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
 from cdr_kernel.rank import Ranking
-from cdr_kernel.store import Fact
-from cdr_kernel.stored import StoredFacts
+from cdr_kernel.store._fact_store import Fact
+from cdr_kernel.store._stored_facts import StoredFacts
 
 MAX = sys.float_info.max
 HYPOTHESIS = settings(deadline=None, max_examples=100, derandomize=True)

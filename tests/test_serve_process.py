@@ -14,8 +14,8 @@ import time
 import pytest
 from serving import MODEL, b64, created, make_store, new_session, query, rank, update
 
-from cdr_kernel import folder
 from cdr_kernel.serve import logs
+from cdr_kernel.store import _atomic_folder
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn", reason="needs the serve extra")
@@ -277,7 +277,7 @@ def test_what_is_not_done_in_time_is_lost_with_a_line_that_says_so(tmp_path):
     process = Process(tmp_path / "d", "--drain", "0", "--stop", "1")
     process.event("ready")
     fact = {"id": "n", "text": "t", "embedding": b64(query())}
-    with folder.turn(tmp_path / "d"):  # nobody else may write
+    with _atomic_folder.turn(tmp_path / "d"):  # nobody else may write
         stuck = Raw(process, post("/v1/facts", {"embedding_model": MODEL, "facts": [fact]}))
         wait_until_in_flight(process, 1)
         process.tell(signal.SIGTERM)

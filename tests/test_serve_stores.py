@@ -24,7 +24,7 @@ from serving import (
 )
 
 from cdr_kernel import DamagedFileError, FactStore, Retriever, cdr_rank
-from cdr_kernel import store as store_module
+from cdr_kernel.store import _fact_store as store_module
 
 pytest.importorskip("lance", reason="needs the store extra")
 pytest.importorskip("safetensors", reason="needs the store extra")
@@ -286,7 +286,7 @@ def test_ids_are_indexed_before_the_first_request(folder, tmp_path, monkeypatch)
     make_store().save(tmp_path / "read")
     asked = []
     with monkeypatch.context() as patched:
-        patched.setattr("cdr_kernel.store.indexed", lambda view: asked.append(view) or {})
+        patched.setattr("cdr_kernel.store._fact_store.indexed", lambda view: asked.append(view) or {})
         store = FactStore.load(tmp_path / "read")
         assert not asked
         store.index_ids()

@@ -21,7 +21,7 @@ from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import EXIT_REASONS, Depth
-from cdr_kernel.store import Fact
+from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.task import SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.text import NGramGuard
 

@@ -29,7 +29,6 @@ from cdr_kernel import (
     calls,
     cdr_rank,
     explain,
-    moments,
     pack_facts,
     rank_many,
     run_windows,
@@ -37,13 +36,14 @@ from cdr_kernel import (
 )
 from cdr_kernel import partition as partition_module
 from cdr_kernel import sharded as sharded_module
-from cdr_kernel import store as store_module
 from cdr_kernel.calls import Limits, ReplicaLost
 from cdr_kernel.explain import explain_vectors
 from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, owners, partition
 from cdr_kernel.shard import ARRAYS, Answer, Change, Reply, Request, Shard
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
 from cdr_kernel.sharded_store import ThreadReplica
+from cdr_kernel.store import _expiry
+from cdr_kernel.store import _fact_store as store_module
 
 MODEL = "toy"
 DIM = 5
@@ -1154,11 +1154,11 @@ HOUR = 3600 * 10**6
 
 
 def test_what_expires_does_so_in_shards(tmp_path, monkeypatch):
-    r, start = np.random.default_rng(5), moments.now()
+    r, start = np.random.default_rng(5), _expiry.now()
     store = FactStore(DIM, embedding_model=MODEL)
     hours = r.choice([None, 1, 2], 60).tolist()
     expiries = [None if hour is None else start + hour * HOUR for hour in hours]
-    store.apply(moments.expiring(store.check(**facts(r, 60)), expiries))
+    store.apply(_expiry.expiring(store.check(**facts(r, 60)), expiries))
     store.add(**facts(r, 9, 100))  # never
     items, query = items_of(r), r.standard_normal(DIM) + 0.5
 
@@ -1186,7 +1186,7 @@ def test_what_expires_does_so_in_shards(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="now: expected a time with its zone"):
             sharded.expire(datetime(2030, 1, 1))
         sharded.save(tmp_path / "later")
-    monkeypatch.setattr(moments, "now", lambda: start + 2 * HOUR)
+    monkeypatch.setattr(_expiry, "now", lambda: start + 2 * HOUR)
     for home in ("p", "later"):
         with ShardedStore.open(tmp_path / home) as late:
             check(late, 2, late.version)
@@ -1195,9 +1195,9 @@ def test_what_expires_does_so_in_shards(tmp_path, monkeypatch):
 
 
 def test_a_fact_has_its_number_while_a_clock_withholds_it(monkeypatch):
-    r, start = np.random.default_rng(6), moments.now() + 10**12
+    r, start = np.random.default_rng(6), _expiry.now() + 10**12
     store = FactStore(DIM, embedding_model=MODEL)
-    store.apply(moments.expiring(store.check(**facts(r, 30)), [start] * 30))
+    store.apply(_expiry.expiring(store.check(**facts(r, 30)), [start] * 30))
     ids, numbers = store.ids, store.numbers_of(store.ids)
     with ShardedStore.split(store, shards=2) as sharded:
         ask = sharded._ask_each
@@ -1229,10 +1229,10 @@ def test_a_session_with_more_sub_queries_is_asked_for_anew(world):
 
 @pytest.mark.parametrize("by", ["source", "id"])
 def test_what_a_wrong_clock_withheld_comes_back_in_shards(tmp_path, by):
-    r, start = np.random.default_rng(6), moments.now() + 10**12
+    r, start = np.random.default_rng(6), _expiry.now() + 10**12
     store = FactStore(DIM, embedding_model=MODEL)
     expiries = [None if i % 3 else start + (1 + i % 2) * HOUR for i in range(90)]
-    store.apply(moments.expiring(store.check(**facts(r, 90)), expiries))
+    store.apply(_expiry.expiring(store.check(**facts(r, 90)), expiries))
     items, query = items_of(r), r.standard_normal(DIM) + 0.5
 
     def check(sharded, hours):

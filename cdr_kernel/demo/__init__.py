@@ -21,7 +21,7 @@ from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import CALIBRATED_GATE
 from cdr_kernel.store import FactStore
-from cdr_kernel.stored import sequences_of
+from cdr_kernel.store._stored_facts import sequences_of
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.task import SubQuery
 from cdr_kernel.validation._arrays import Float64

@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from cdr_kernel.durable import DurableStore, is_durable
 from cdr_kernel.serve.errors import invalid
-from cdr_kernel.store import Added, FactStore
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._fact_store import Added
 from cdr_kernel.text._ngram_guard import HashKey
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from cdr_kernel import (
     rank_many,
 )
 from cdr_kernel.adapters.facts import FactArray
-from cdr_kernel.moments import microseconds
 from cdr_kernel.sharded import ShardedStore
+from cdr_kernel.store._expiry import microseconds
 from cdr_kernel.validation._scalars import check_order
 
 IDS, TEXTS, ROWS = ["b", "a"], ["text b", "text a"], np.eye(2)

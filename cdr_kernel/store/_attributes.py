@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.checksums import Files
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import synced
+from cdr_kernel.store._atomic_folder import synced
+from cdr_kernel.store._checksums import Files
 from cdr_kernel.validation._arrays import Growing, Int64
 from cdr_kernel.validation._scalars import check_order
 

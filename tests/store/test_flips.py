@@ -15,23 +15,13 @@ import numpy as np
 import pytest
 from fact_stores import flip
 
-from cdr_kernel import (
-    DamagedFileError,
-    FactStore,
-    NGramGuard,
-    Retriever,
-    Session,
-    SubQuery,
-    cdr_rank,
-    checksums,
-    files,
-    retrieve,
-)
+from cdr_kernel import DamagedFileError, FactStore, NGramGuard, Retriever, Session, SubQuery, cdr_rank, files, retrieve
 from cdr_kernel import partition as partition_module
-from cdr_kernel import store as store_module
 from cdr_kernel.files import json_text, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.partition import partition
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.store import _checksums
+from cdr_kernel.store import _fact_store as store_module
 
 pytest.importorskip("lance", reason="needs the extra store")
 pytest.importorskip("safetensors", reason="needs the extra store")
@@ -202,7 +192,7 @@ KINDS = [
 @pytest.fixture
 def small(monkeypatch):
     """Small stores behave as large ones do: they have codes, several blocks, and are checked block by block."""
-    monkeypatch.setattr(checksums, "BLOCK", 2048)
+    monkeypatch.setattr(_checksums, "BLOCK", 2048)
     monkeypatch.setattr(store_module, "_check_behind", lambda files: None)
     for module in (retrieve, partition_module):
         monkeypatch.setattr(module, "WORTH_CODES", 100)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from fact_stores import reseal
 
-from cdr_kernel import folder as folder_module
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import LOCK, Kind, draft, draft_folder, identity_of
+from cdr_kernel.store import _atomic_folder as folder_module
+from cdr_kernel.store._atomic_folder import LOCK, Kind, draft, draft_folder, identity_of
 
 KIND = Kind("thing", file="thing.json", data="thing-", format="thing", version=1, fields={"n": int})
 

@@ -155,7 +155,7 @@ def attempt(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     inputs(folder)
     one = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # no threads but the one that forks
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     with subprocess.Popen(
         [sys.executable, __file__, str(folder)],
         stdin=subprocess.PIPE,

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from fact_stores import contents, filled, flip
 
-from cdr_kernel import _C, Columns, DamagedFileError, FactStore, Retriever, cdr_score, checksums
-from cdr_kernel import store as store_module
-from cdr_kernel.checksums import Files
+from cdr_kernel import _C, Columns, DamagedFileError, FactStore, Retriever, cdr_score
+from cdr_kernel.store import _checksums
+from cdr_kernel.store import _fact_store as store_module
+from cdr_kernel.store._checksums import Files
 
 BLOCK = 4096
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK", 16)
+    monkeypatch.setattr(_checksums, "BLOCK", 16)
     (tmp_path / "long").write_bytes(bytes(range(40)))
     (tmp_path / "empty").write_bytes(b"")
     return tmp_path
@@ -51,12 +52,12 @@ def test_the_checksum_is_crc_32c():
 
 
 def test_every_change_is_found_with_its_block(folder):
-    listed = checksums.of_folder(folder)
+    listed = _checksums.of_folder(folder)
     assert {name: (each["bytes"], len(each["crc32c"])) for name, each in listed.items()} == {
         "long": (40, 3 * 8),
         "empty": (0, 0),
     }
-    assert listed["long"] == checksums.of_bytes(bytes(range(40)))
+    assert listed["long"] == _checksums.of_bytes(bytes(range(40)))
 
     def check():
         files = Files(folder, listed, folder / "manifest.json")
@@ -92,7 +93,7 @@ def test_a_file_without_checksums_is_not_opened(folder, listed):
 
 
 def test_a_file_that_becomes_shorter_is_an_error_and_not_the_end(folder):
-    file = Files(folder, checksums.of_folder(folder), folder / "manifest.json").file("long")
+    file = Files(folder, _checksums.of_folder(folder), folder / "manifest.json").file("long")
     file.check(0, 16)
     os.truncate(folder / "long", 16)
     with pytest.raises(DamagedFileError, match="long: expected 40 bytes, found 16"):
@@ -101,7 +102,7 @@ def test_a_file_that_becomes_shorter_is_an_error_and_not_the_end(folder):
 
 
 def test_a_file_that_is_whole_is_held_open_no_longer(folder):
-    file = Files(folder, checksums.of_folder(folder), folder / "manifest.json").file("long")
+    file = Files(folder, _checksums.of_folder(folder), folder / "manifest.json").file("long")
     held = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 1
     assert file.unverified_bytes == 40
     assert [file.check_next(16) for _ in range(4)] == [16, 16, 8, 0]
@@ -112,7 +113,7 @@ def test_a_file_that_is_whole_is_held_open_no_longer(folder):
 
 
 def test_views_of_a_mapped_array_know_their_file(folder):
-    listed = checksums.of_folder(folder)
+    listed = _checksums.of_folder(folder)
     for view in (
         lambda a: a,
         lambda a: a[16:].view(np.int64),
@@ -140,7 +141,7 @@ class TestLazily:
     def saved(self, tmp_path, monkeypatch):
         monkeypatch.setattr(store_module, "_AT_ONCE", 0)
         monkeypatch.setattr(store_module, "_check_behind", lambda files: None)
-        monkeypatch.setattr(checksums, "BLOCK", BLOCK)
+        monkeypatch.setattr(_checksums, "BLOCK", BLOCK)
         store = filled(2000, dim=16)
         store.save(tmp_path)
         return tmp_path, store
@@ -253,7 +254,7 @@ class TestLazily:
     def test_the_rest_is_checked_behind_a_load(self, saved, monkeypatch):
         folder, _ = saved
         monkeypatch.undo()
-        monkeypatch.setattr(checksums, "BLOCK", BLOCK)
+        monkeypatch.setattr(_checksums, "BLOCK", BLOCK)
         monkeypatch.setattr(store_module, "_AT_ONCE", 0)
         loaded = behind(FactStore.load(folder))
         assert loaded.verified
@@ -285,7 +286,7 @@ def test_a_damaged_array_is_named_whatever_its_header_says(tmp_path, mapped):
     """Checksums that are right, so that the header is all that is wrong."""
 
     def read():
-        files = Files(tmp_path, checksums.of_folder(tmp_path), tmp_path / "manifest.json")
+        files = Files(tmp_path, _checksums.of_folder(tmp_path), tmp_path / "manifest.json")
         return files.array("a.npy", np.float64, (3, 4), mapped=mapped)
 
     file = tmp_path / "a.npy"

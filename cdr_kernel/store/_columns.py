@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel._C import CheckedFile
-from cdr_kernel.attributes import Attribute
-from cdr_kernel.checksums import Files
 from cdr_kernel.concurrency._forks import Lock
-from cdr_kernel.mapped import MappedFiles
+from cdr_kernel.store._attributes import Attribute
+from cdr_kernel.store._checksums import Files
+from cdr_kernel.store._mapped_files import MappedFiles
 from cdr_kernel.text._token_hashes import TOKEN_BYTES, TokenBlock
 from cdr_kernel.validation._arrays import Blocks, Growing, Int64, New
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cdr_kernel import checksums
 from cdr_kernel.exceptions import DamagedFileError
+from cdr_kernel.store import _checksums
 
 try:
     import fcntl
@@ -94,7 +94,7 @@ class Kind:
                 data.mkdir()
                 fields = write(data)
                 manifest = {**fields, "format": self.format, "format_version": self.version, "data": data.name}
-                manifest["files"] = checksums.of_folder(data)
+                manifest["files"] = _checksums.of_folder(data)
                 if listed:
                     manifest["beside"] = listed
                 if beside:
@@ -230,7 +230,7 @@ class Kind:
             waiting = _aside(path.parent / found["data"]) / path.name
             for place in (path, waiting, path):
                 with contextlib.suppress(FileNotFoundError):  # it may be put in place meanwhile
-                    if checksums.of_file(place) == _beside_of(found)[path.name]:
+                    if _checksums.of_file(place) == _beside_of(found)[path.name]:
                         return place
             if found == self._found(path.parent):
                 break
@@ -255,7 +255,7 @@ def _beside_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _sums_of(files: Mapping[str, bytes]) -> dict[str, Any]:
-    return {name: checksums.of_bytes(files[name]) for name in sorted(files)}
+    return {name: _checksums.of_bytes(files[name]) for name in sorted(files)}
 
 
 def _write_beside(folder: Path, aside: Path, files: Mapping[str, bytes]) -> None:

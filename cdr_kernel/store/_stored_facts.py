@@ -14,7 +14,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from cdr_kernel.store_view import Fact, StoreView
+from cdr_kernel.store._view import Fact, StoreView
 from cdr_kernel.validation._arrays import Int64
 
 _CHUNK = 4096  # facts made at a time

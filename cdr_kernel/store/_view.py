@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.attributes import Attribute, Value, Where, check_mask, chosen, mapping_key, rows_key, where_text
 from cdr_kernel.concurrency._forks import cached_property
-from cdr_kernel.store_columns import NO_POSITION, Storage
+from cdr_kernel.store._attributes import Attribute, Value, Where, check_mask, chosen, mapping_key, rows_key, where_text
+from cdr_kernel.store._columns import NO_POSITION, Storage
 from cdr_kernel.text._token_hashes import TokenRows
 from cdr_kernel.validation._arrays import Blocks, Float64, Int64, take_rows
 

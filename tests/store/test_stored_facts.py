@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel.store import Fact, FactStore
-from cdr_kernel.stored import StoredFacts, ids_of, sequences_of, taken, text_of
+from cdr_kernel.store import FactStore
+from cdr_kernel.store._fact_store import Fact
+from cdr_kernel.store._stored_facts import StoredFacts, ids_of, sequences_of, taken, text_of
 
 HYPOTHESIS = settings(deadline=None, max_examples=60, derandomize=True)
 IDS = ["a", "", "é", "tenant-000001", "tenant-000002", "\ud800", "other-000001", "x" * 70000 + "-000001", "1", "000001"]

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel import _C, store_folder
-from cdr_kernel.attributes import Attribute, Attributes, Value, checked_attributes
-from cdr_kernel.checksums import Files, check_rest
+from cdr_kernel import _C
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
-from cdr_kernel.numbering import Numbering
-from cdr_kernel.store_columns import (
+from cdr_kernel.store import _format
+from cdr_kernel.store._attributes import Attribute, Attributes, Value, checked_attributes
+from cdr_kernel.store._checksums import Files, check_rest
+from cdr_kernel.store._columns import (
     CHUNK,
     EXPIRES,
     MAX_POSITION,
@@ -38,8 +38,9 @@ from cdr_kernel.store_columns import (
     marked,
     new_in,
 )
-from cdr_kernel.store_folder import FORMAT, FORMAT_VERSION, KIND, check_store_folder
-from cdr_kernel.store_view import Bool, Fact, StoreView, indexed
+from cdr_kernel.store._format import FORMAT, FORMAT_VERSION, KIND, check_store_folder
+from cdr_kernel.store._numbering import Numbering
+from cdr_kernel.store._view import Bool, Fact, StoreView, indexed
 from cdr_kernel.text import Tokenizer, tokenize
 from cdr_kernel.text._token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
 from cdr_kernel.validation._arrays import (
@@ -770,7 +771,7 @@ class FactStore:
         check_store_folder(folder)
         own = self.path is not None and folder.exists() and folder.samefile(self.path)
         files = beside if beside is not None or own else {}
-        KIND.save(folder, lambda data: store_folder.write(data, saved, next_sequence, numbering, about), files)
+        KIND.save(folder, lambda data: _format.write(data, saved, next_sequence, numbering, about), files)
 
     @classmethod
     def load(
@@ -814,7 +815,7 @@ class FactStore:
                 scratch=scratch,
             )
             store.check_hasher(manifest, f"{folder}")
-            storage = store_folder.read(folder, manifest, store.dtype, mmap=mmap, new=store._new)
+            storage = _format.read(folder, manifest, store.dtype, mmap=mmap, new=store._new)
             about = manifest.get("about", {})
             store.path = folder
             store.about = {**(about if isinstance(about, dict) else {}), "data": manifest["data"]}

@@ -8,7 +8,7 @@ import pytest
 from durables import add, made
 from fact_stores import flip
 
-from cdr_kernel.moments import confirmed
+from cdr_kernel.store._expiry import confirmed
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from fact_stores import change, contents, facts, filled, reseal
 
-from cdr_kernel import FactStore, store_columns, store_folder
-from cdr_kernel import folder as folder_module
+from cdr_kernel import FactStore
+from cdr_kernel.store import _atomic_folder as folder_module
+from cdr_kernel.store import _columns, _format
 
 
 def written(change):
@@ -64,7 +65,7 @@ class TestSaveAndLoad:
         store.add([f"{i}{t}" for i, t in enumerate(texts)], texts, np.ones((9, 1)))
         store.save(tmp_path)
         for size in (1, 2, 3, 8, 9, 100):
-            for module in (store_columns, store_folder):
+            for module in (_columns, _format):
                 monkeypatch.setattr(module, "CHUNK", size)
             loaded = FactStore.load(tmp_path)
             storage = loaded.view()._storage
@@ -94,8 +95,8 @@ class TestSaveAndLoad:
         old.save(tmp_path)
         new = filled(30, seed=1)
         for module, name in (
-            (store_folder, "_save_strings"),
-            (store_folder, "_save_rows"),
+            (_format, "_save_strings"),
+            (_format, "_save_rows"),
             (folder_module, "sync_folder"),
         ):
             monkeypatch.setattr(module, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
@@ -164,7 +165,7 @@ class TestSaveAndLoad:
 
     def test_two_first_saves_take_turns(self, tmp_path, monkeypatch):
         first, second = filled(10), filled(20)
-        write = store_folder.write
+        write = _format.write
         other = threading.Thread(target=second.save, args=(tmp_path / "s",))
 
         def write_slowly(*arguments):
@@ -173,13 +174,13 @@ class TestSaveAndLoad:
             other.join(0.2)
             return write(*arguments)
 
-        monkeypatch.setattr(store_folder, "write", write_slowly)
+        monkeypatch.setattr(_format, "write", write_slowly)
         first.save(tmp_path / "s")
         other.join()
         assert contents(FactStore.load(tmp_path / "s")) == contents(second)
 
     def test_a_failed_save_leaves_no_new_folder(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(store_folder, "_save_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(_format, "_save_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             filled().save(tmp_path / "new")
         assert not (tmp_path / "new").exists()

@@ -16,8 +16,9 @@ from fact_stores import change, contents, facts, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel import Columns, EmbeddingModelMismatch, Fact, FactStore, NGramGuard, Retriever, reference, store_columns
+from cdr_kernel import Columns, EmbeddingModelMismatch, Fact, FactStore, NGramGuard, Retriever, reference
 from cdr_kernel.sharded import ShardedStore
+from cdr_kernel.store import _columns
 from cdr_kernel.text._ngram_guard import TokenHasher, take_tokens
 
 
@@ -243,7 +244,7 @@ class TestUpsertAndRemove:
     @pytest.mark.parametrize("room", [1, 7, 30])
     def test_many_rows_lie_in_several_pieces(self, room, scratch, tmp_path, monkeypatch):
         whole = FactStore(4, embedding_model="m1")
-        monkeypatch.setattr(store_columns, "_PIECE_BYTES", room * 4 * 4)
+        monkeypatch.setattr(_columns, "_PIECE_BYTES", room * 4 * 4)
         store = FactStore(4, embedding_model="m1", scratch=tmp_path if scratch else None)
         r, n, before = np.random.default_rng(0), 0, []
         for m in (0, 1, 3, 20, 6, 30):

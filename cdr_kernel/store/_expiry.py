@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cdr_kernel.folder import draft, identity_of
-from cdr_kernel.store import Checked, StoreView
-from cdr_kernel.store_columns import EXPIRES as EXPIRES  # for those who import it from here
+from cdr_kernel.store._atomic_folder import draft, identity_of
+from cdr_kernel.store._columns import EXPIRES as EXPIRES  # for those who import it from here
+from cdr_kernel.store._fact_store import Checked, StoreView
 from cdr_kernel.validation._arrays import Int64
 from cdr_kernel.validation._scalars import check_order
 

@@ -9,8 +9,8 @@ import pytest
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, explain, gate_report, retrieve
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.mapped import MappedFiles
 from cdr_kernel.partition import partition
+from cdr_kernel.store._mapped_files import MappedFiles
 
 DIM, N = 16, 6000
 MAPPED = {"embeddings.npy", "tokens.npy", "token_offsets.npy"} | {

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore
-from cdr_kernel.numbering import MOST_BRANCHES, Numbering
 from cdr_kernel.partition import manifest_of, open_shard, partition
 from cdr_kernel.sharded_store import ShardedStore
+from cdr_kernel.store._numbering import MOST_BRANCHES, Numbering
 
 DIM, MODEL = 4, "toy"
 IDS = list("abcdef")

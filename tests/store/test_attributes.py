@@ -19,8 +19,8 @@ from cdr_kernel import (
     pack_facts,
     rank_many,
 )
-from cdr_kernel.attributes import Attribute, checked_attributes, where_text
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.store._attributes import Attribute, checked_attributes, where_text
 
 MODEL, DIM, N = "toy", 16, 400
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.attributes import KINDS, Attribute
-from cdr_kernel.checksums import Files
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.folder import BESIDE, LOCK, Kind, synced
-from cdr_kernel.mapped import MappedFiles
-from cdr_kernel.numbering import Numbering
-from cdr_kernel.store_columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
-from cdr_kernel.store_view import StoreView
+from cdr_kernel.store._atomic_folder import BESIDE, LOCK, Kind, synced
+from cdr_kernel.store._attributes import KINDS, Attribute
+from cdr_kernel.store._checksums import Files
+from cdr_kernel.store._columns import CHUNK, MAX_POSITION, NO_POSITION, Pieces, Storage, Strings, Tokens
+from cdr_kernel.store._mapped_files import MappedFiles
+from cdr_kernel.store._numbering import Numbering
+from cdr_kernel.store._view import StoreView
 from cdr_kernel.text._token_hashes import TOKEN_BYTES, TokenRows, take_tokens
 from cdr_kernel.validation._arrays import Growing, Int64, New
 
