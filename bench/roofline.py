@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cdr_kernel.bounds import pack
-from cdr_kernel.columns import Columns
+from cdr_kernel.score import Columns
+from cdr_kernel.score._bound_search import pack
 
 
 class Gpu(NamedTuple):

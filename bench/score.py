@@ -26,9 +26,10 @@ import numpy as np
 import torch
 
 from cdr_kernel import _C, Columns, FactStore, cdr_score
-from cdr_kernel.bounds import Factors32, bounds_torch, pack
-from cdr_kernel.device import DeviceRows
-from cdr_kernel.score import available_impls, no_triton
+from cdr_kernel.score import available_impls
+from cdr_kernel.score._bound_search import Factors32, bounds_torch, pack
+from cdr_kernel.score._cdr_score import no_triton
+from cdr_kernel.score._device_rows import DeviceRows
 from cdr_kernel.validation._arrays import check_rows
 
 CLUSTERS, NOISE, GATE = 100, 0.8, 0.55
@@ -182,10 +183,10 @@ def run_shape(
     source = resident.source(False)
     run, limits = bounds_torch, (32, 128)
     if device.type == "cuda" and not no_triton(device):
-        from cdr_kernel import score_triton
+        from cdr_kernel.score import _triton
 
-        run = score_triton.launch
-        limits = score_triton.tile_limits(score_triton.capability(device), True)
+        run = _triton.launch
+        limits = _triton.tile_limits(_triton.capability(device), True)
     packed = pack(columns, source.dtype, source.dim, norms=True, device=device, limits=limits)
     timed("the fused pass alone", lambda: [source.bounds(p, Factors32(), run) for p in packed])
 

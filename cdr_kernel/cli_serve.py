@@ -157,7 +157,7 @@ def serve(
     if guard is not None:
         new_sessions["guard"] = guard
     if device is not None:
-        from cdr_kernel.device import check_dtype, torch_device
+        from cdr_kernel.score._device_rows import check_dtype, torch_device
 
         option = "--device"
         try:

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.columns import QUERY, Columns
-from cdr_kernel.score import Factors, choose_impl
+from cdr_kernel.score import Columns
+from cdr_kernel.score._cdr_score import Factors, choose_impl
+from cdr_kernel.score._columns import QUERY
 from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:
-    from cdr_kernel.device import DeviceRows
+    from cdr_kernel.score._device_rows import DeviceRows
 
 
 class DeviceIndex:
@@ -65,7 +66,7 @@ class DeviceIndex:
     def _search(
         self, columns: list[Columns], view: StoreView, rows: Int64 | None, factors: list[Factors], k: int | None
     ) -> list[Int64]:
-        from cdr_kernel.bounds import bounded_search
+        from cdr_kernel.score._bound_search import bounded_search
 
         there = self.rows.at(view)
         source = (there if rows is None else there.narrow(rows)).source(False)

@@ -10,7 +10,8 @@ from typing import Any
 
 import cdr_kernel
 from cdr_kernel import _C
-from cdr_kernel.score import available_impls, choose_impl, no_triton
+from cdr_kernel.score import available_impls
+from cdr_kernel.score._cdr_score import choose_impl, no_triton
 
 PREFIX = "CDR_KERNEL_"
 VARIABLES = ("CDR_DATA_DIR", "CDR_KERNEL_DEBUG", "CDR_KERNEL_IMPL", "CDR_KERNEL_SIMD", "CDR_KERNEL_THREADS")

@@ -20,12 +20,13 @@ import numpy as np
 
 from cdr_kernel import _C
 from cdr_kernel.calibrate import Calibration
-from cdr_kernel.columns import RESIDUAL, Addend, Columns, coverage_centroid
 from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.lexical import SparseSums, WordCounts, above_mean, words
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.scan import ScanIndex
-from cdr_kernel.score import best_first
+from cdr_kernel.score import Columns
+from cdr_kernel.score._cdr_score import best_first
+from cdr_kernel.score._columns import RESIDUAL, Addend, coverage_centroid
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
 from cdr_kernel.store._fact_store import StoreView

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cdr_kernel import frame
-from cdr_kernel.columns import Columns
 from cdr_kernel.pack import count_tokens_default
 from cdr_kernel.rank import Multiplier, Ranks
 from cdr_kernel.retrieve import Retriever
+from cdr_kernel.score import Columns
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store import FactStore

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import _C
-from cdr_kernel.columns import Columns
-from cdr_kernel.score import check_k
+from cdr_kernel.score import Columns
+from cdr_kernel.score._cdr_score import check_k
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, MAX_WINDOWS
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import StoreView, view_of

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.columns import RESIDUAL, Columns
 from cdr_kernel.concurrency._forks import Lock, cached_property
+from cdr_kernel.score import Columns
+from cdr_kernel.score._columns import RESIDUAL
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
 from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.text import NGramGuard

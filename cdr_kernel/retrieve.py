@@ -17,21 +17,22 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.calibrate import Moments
-from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.lexical import LexicalIndex
 from cdr_kernel.scan import ScanIndex
-from cdr_kernel.score import best_first, check_k
+from cdr_kernel.score import Columns
+from cdr_kernel.score._cdr_score import best_first, check_k
+from cdr_kernel.score._columns import COVERAGE
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:
-    from cdr_kernel.device import DeviceRows
+    from cdr_kernel.score._device_rows import DeviceRows
 
 KINDS = ("scan", "device", "flat", "hnsw", "ivf")
 EXACT_KINDS = ("scan", "device", "flat")
@@ -311,7 +312,7 @@ def retriever_on(
     """
     if device is None:
         return Retriever(store, cache_bytes=cache_bytes)
-    from cdr_kernel.device import DeviceRows
+    from cdr_kernel.score._device_rows import DeviceRows
 
     return Retriever(store, "device", cache_bytes=cache_bytes, device_rows=DeviceRows(device, dtype=dtype))
 
@@ -319,7 +320,7 @@ def retriever_on(
 def _device_index(rows: DeviceRows | None) -> DeviceIndex:
     import torch
 
-    from cdr_kernel.device import DeviceRows
+    from cdr_kernel.score._device_rows import DeviceRows
 
     if rows is not None and not isinstance(rows, DeviceRows):
         raise TypeError(f"device_rows: expected DeviceRows, got {type(rows).__name__}")

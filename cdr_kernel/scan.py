@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.columns import Columns
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.exceptions import DamagedFileError
+from cdr_kernel.score import Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store import StoreView
 from cdr_kernel.store._atomic_folder import Kind, synced

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel import session_json, session_token
-from cdr_kernel.columns import Columns
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.packed import PackedContext
+from cdr_kernel.score import Columns
 from cdr_kernel.session_token import NumberedStore, SessionToken
 from cdr_kernel.spec.constants import (
     CDR_MIN_RELEVANCE,

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.calibrate import Sums
-from cdr_kernel.columns import Columns
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.evidence import (
     Added,
@@ -38,6 +37,7 @@ from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.partition import Write, facts_in, placed, put
 from cdr_kernel.rank import Question, Ranking, multipliers
 from cdr_kernel.retrieve import retriever_on
+from cdr_kernel.score import Columns
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._attributes import Where, chosen

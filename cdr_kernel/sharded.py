@@ -33,7 +33,7 @@ from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.partition import put
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, check_named
-from cdr_kernel.score import best_first
+from cdr_kernel.score._cdr_score import best_first
 from cdr_kernel.session import Session
 from cdr_kernel.shard import (
     ARRAYS,

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import _C
-from cdr_kernel.columns import COVERAGE, Columns
 from cdr_kernel.evidence import Asked, ask, with_enough
 from cdr_kernel.pack import pack_facts, turns
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
-from cdr_kernel.score import Factors, Scores, best_first, check_product, passing_scores
+from cdr_kernel.score import Columns, Scores
+from cdr_kernel.score._cdr_score import Factors, best_first, check_product, passing_scores
+from cdr_kernel.score._columns import COVERAGE
 from cdr_kernel.session import Session
 from cdr_kernel.spec.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store._fact_store import StoreView

@@ -30,7 +30,7 @@ from cdr_kernel.evidence import ask
 from cdr_kernel.files import Task
 from cdr_kernel.headers import guarantee_holds
 from cdr_kernel.record import RunRecord
-from cdr_kernel.score import Factors, passing_scores
+from cdr_kernel.score._cdr_score import Factors, passing_scores
 
 WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network", "restarts")
 MODEL = "toy"

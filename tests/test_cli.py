@@ -202,7 +202,7 @@ def test_doctor_lists_nothing_that_is_installed_and_cannot_be_imported(package, 
     monkeypatch.syspath_prepend(tmp_path)
     for name in [each for each in sys.modules if each.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("cdr_kernel.score.triton_installed", lambda: True)
+    monkeypatch.setattr("cdr_kernel.score._cdr_score.triton_installed", lambda: True)
     found = json_of(invoke("doctor", "--json", env={"CDR_KERNEL_IMPL": ""}))
     assert found["versions"][package] is None
     assert found["impls"] == {"torch": ["cpp"], "triton": ["cpp", "torch"]}[package]

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import Columns, FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts, rank_many
-from cdr_kernel.device import DeviceRows
+from cdr_kernel.score._device_rows import DeviceRows
 
 MODEL = "toy"
 

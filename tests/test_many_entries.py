@@ -25,8 +25,8 @@ from cdr_kernel import (
 )
 from cdr_kernel.adapters import crprotocol_6
 from cdr_kernel.adapters.facts import FactArray
-from cdr_kernel.columns import coverage_centroid
-from cdr_kernel.device import DeviceRows
+from cdr_kernel.score._columns import coverage_centroid
+from cdr_kernel.score._device_rows import DeviceRows
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
 from cdr_kernel.task import CoverageEntry
 

@@ -28,7 +28,7 @@ from serving import (
 from starlette.testclient import TestClient
 
 from cdr_kernel import Retriever, Session, WindowReport, cdr_rank, cdr_score, crp_headers, pack_facts
-from cdr_kernel.columns import Columns
+from cdr_kernel.score import Columns
 from cdr_kernel.serve import Settings, create_app
 
 msgspec = pytest.importorskip("msgspec")

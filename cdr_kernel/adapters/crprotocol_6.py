@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.adapters.facts import SOUND, FactArray, as_floats, pack_rows
-from cdr_kernel.columns import QUERY, RESIDUAL, Columns
-from cdr_kernel.score import cdr_score
+from cdr_kernel.score import Columns, cdr_score
+from cdr_kernel.score._columns import QUERY, RESIDUAL
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR
 from cdr_kernel.validation._arrays import Float64, Int64, check_rows
 

@@ -140,7 +140,7 @@ class Settings:
         if self.device_dtype is not None and self.device is None:
             raise ValueError(f"device_dtype: expected a device too, got {self.device_dtype!r} alone")
         if self.device is not None:
-            from cdr_kernel.device import check_dtype, torch_device
+            from cdr_kernel.score._device_rows import check_dtype, torch_device
 
             torch_device(self.device)
             check_dtype(self.device_dtype)

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cdr_kernel.columns import COVERAGE, QUERY, RESIDUAL, Columns
+from cdr_kernel.score._columns import COVERAGE, QUERY, RESIDUAL, Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.validation._arrays import Float64, Int64, is_tensor, take_rows
 
 if TYPE_CHECKING:
-    from cdr_kernel.score import Factors
+    from cdr_kernel.score._cdr_score import Factors
 
 _CHUNK_BYTES = 64 << 20
 _FLOAT32_SAFE = 2.0**40  # products and sums of numbers up to this size are far inside float32's range

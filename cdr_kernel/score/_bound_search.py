@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cdr_kernel.columns import COVERAGE, QUERY, RESIDUAL, Columns
+from cdr_kernel.score._columns import COVERAGE, QUERY, RESIDUAL, Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:
-    from cdr_kernel.score import Factors
+    from cdr_kernel.score._cdr_score import Factors
 
 ULP = 2.0**-23
 FEW_COLUMNS = 4
@@ -519,17 +519,17 @@ def bounded_search(
 
     source: where the rows are if not in data (host blocks, or one tensor on a device); data is then their host copy.
     """
-    from cdr_kernel.score import exact_scores
+    from cdr_kernel.score._cdr_score import exact_scores
 
     if source is None:
         source = _source(data, squared_norms, index)
     run: Pass = bounds_torch
     limits, loss = (32, 128), {"highest": 0.0, "high": 2.0**-9}.get(torch.get_float32_matmul_precision(), 2.0**-6)
     if impl == "triton":
-        from cdr_kernel import score_triton
+        from cdr_kernel.score import _triton
 
-        run = score_triton.launch
-        limits = score_triton.tile_limits(score_triton.capability(source.device), source.norms)
+        run = _triton.launch
+        limits = _triton.tile_limits(_triton.capability(source.device), source.norms)
         loss = 0.0  # the kernel names its own precision
 
     def kth_best(session: int, positions: Int64) -> float:
@@ -542,7 +542,7 @@ def bounded_search(
 
 def _source(data: tuple[Any, ...], squared_norms: Float64 | None, index: Int64 | None) -> Source:
     """Host blocks, or one tensor on a device, as they are."""
-    from cdr_kernel.score_torch import borrowed
+    from cdr_kernel.score._torch import borrowed
 
     parts, first = [], 0
     for block in data:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cdr_kernel.bounds import Factors32, Packed, Pass, Rows, Source, scaled32
 from cdr_kernel.concurrency._forks import Lock
+from cdr_kernel.score._bound_search import Factors32, Packed, Pass, Rows, Source, scaled32
 from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Blocks, Float64, Int64, scale_rows, take_rows
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cdr_kernel import _C, Columns, available_impls, cdr_score, reference, score
-from cdr_kernel.score import choose_impl
+from cdr_kernel import _C, Columns, available_impls, cdr_score, reference
+from cdr_kernel.score import _cdr_score as score
+from cdr_kernel.score._cdr_score import choose_impl
 
 IMPLS = available_impls()
 TOLERANCE = 1e-12  # readings, "Exact arithmetic"
@@ -201,7 +202,7 @@ def test_blocks_are_read_as_one_array():
 def test_torch_chunks_do_not_change_the_answer(monkeypatch):
     embeddings, columns, _ = workload(500)
     whole = cdr_score(embeddings, columns, k=50, impl="torch")
-    monkeypatch.setattr("cdr_kernel.score_torch._CHUNK_BYTES", 4 * 37 * 64)
+    monkeypatch.setattr("cdr_kernel.score._torch._CHUNK_BYTES", 4 * 37 * 64)
     assert bits(cdr_score(embeddings, columns, k=50, impl="torch")) == bits(whole)
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import _C, Columns, FactStore, Retriever, available_impls, cdr_score, reference
-from cdr_kernel.bounds import bounded_search
-from cdr_kernel.columns import COVERAGE, Addend
 from cdr_kernel.scan import ScanIndex
-from cdr_kernel.score import Factors
+from cdr_kernel.score._bound_search import bounded_search
+from cdr_kernel.score._cdr_score import Factors
+from cdr_kernel.score._columns import COVERAGE, Addend
 from cdr_kernel.validation._arrays import check_rows
 
 NUMBERS = ("score", "score_without_guard", "relevance", "coverage", "residual_pull", "novelty")

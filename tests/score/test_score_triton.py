@@ -127,9 +127,9 @@ def parity_case(dtype, mode, shape, flags):
     import torch
     from test_bounds import check_bounds, some_columns
 
-    from cdr_kernel import score_triton
-    from cdr_kernel.bounds import Factors32, Rows, bounds_torch, pack
-    from cdr_kernel.device import _converted
+    from cdr_kernel.score import _triton
+    from cdr_kernel.score._bound_search import Factors32, Rows, bounds_torch, pack
+    from cdr_kernel.score._device_rows import _converted
 
     dim, sessions, covered, residual = shape
     n = 1 if "one" in flags else 150
@@ -160,7 +160,7 @@ def parity_case(dtype, mode, shape, flags):
         ):
             ours = torch.full((packed.count, count), torch.nan)
             plain = ours.clone()
-            score_triton.launch(packed, rows, given.of(packed.order), ours)
+            _triton.launch(packed, rows, given.of(packed.order), ours)
             bounds_torch(packed, rows, given.of(packed.order), plain)
             assert not ours.isnan().any()
             assert (ours.isinf() == plain.isinf()).all()
@@ -174,7 +174,7 @@ def parity_case(dtype, mode, shape, flags):
             "float32": torch.float32,
             "float64": torch.float64,
         }
-        check_bounds(score_triton.launch, r, real[dtype], dim, covered, residual, mode, min(sessions, 3), True, n=40)
+        check_bounds(_triton.launch, r, real[dtype], dim, covered, residual, mode, min(sessions, 3), True, n=40)
     scored(dtype, stored, columns, importance, multiplier, overlap, picked)
 
 
@@ -205,7 +205,7 @@ def scored(dtype, stored, columns, importance, multiplier, overlap, picked, limi
     import torch
 
     from cdr_kernel import FactStore, cdr_score
-    from cdr_kernel.device import DeviceRows
+    from cdr_kernel.score._device_rows import DeviceRows
 
     store = FactStore(stored.shape[1], embedding_model="toy", dtype=stored.dtype.name)
     store.add([str(i) for i in range(len(stored))], [""] * len(stored), stored)
@@ -237,8 +237,9 @@ def nothing_below_and_nothing_kept():
     """Empty inputs, a poisoned output, rows that float32 cannot hold."""
     import torch
 
-    from cdr_kernel import Columns, cdr_score, score_triton
-    from cdr_kernel.bounds import Factors32, Rows, pack
+    from cdr_kernel import Columns, cdr_score
+    from cdr_kernel.score import _triton
+    from cdr_kernel.score._bound_search import Factors32, Rows, pack
 
     c = Columns.spec([1.0, 1.0, 1.0])
     assert cdr_score(np.zeros((0, 3), np.float32), c, impl="triton").rows.tolist() == []
@@ -247,7 +248,7 @@ def nothing_below_and_nothing_kept():
     rows = torch.ones(200, 3)
     rows[5], rows[6] = torch.nan, 1e30
     wide = torch.full((2, 300), 7.0)
-    score_triton.launch(packed, Rows(rows), Factors32(), wide[:, 50:250])
+    _triton.launch(packed, Rows(rows), Factors32(), wide[:, 50:250])
     assert (wide[:, :50] == 7.0).all()
     assert (wide[:, 250:] == 7.0).all()
     assert wide[0, 55].isinf()
@@ -258,7 +259,7 @@ def nothing_below_and_nothing_kept():
 def cdr_score_under_triton():
     """The parity tests of test_score.py with impl="triton"."""
     code = pytest.main(
-        ["-q", "-x", "-p", "no:cacheprovider", "-k", "triton", str(Path(__file__).parent / "test_score.py")]
+        ["-q", "-x", "-p", "no:cacheprovider", "-k", "triton", str(Path(__file__).parents[1] / "test_score.py")]
     )
     assert code == 0
 
@@ -276,7 +277,7 @@ def a_retriever_on_a_device():
     import torch
 
     from cdr_kernel import Retriever
-    from cdr_kernel.device import DeviceRows
+    from cdr_kernel.score._device_rows import DeviceRows
 
     os.environ["CDR_KERNEL_IMPL"] = "triton"
     try:
@@ -295,8 +296,9 @@ def compile_case(dtype, dim, sessions, residual, flags, target):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from cdr_kernel import Columns, score_triton
-    from cdr_kernel.bounds import pack
+    from cdr_kernel import Columns
+    from cdr_kernel.score import _triton
+    from cdr_kernel.score._bound_search import pack
 
     r = np.random.default_rng(0)
     count = 2 + residual
@@ -309,9 +311,9 @@ def compile_case(dtype, dim, sessions, residual, flags, target):
     ] * sessions  # fmt: skip
     (packed,) = pack(
         columns, getattr(torch, dtype), dim, norms="scale" in flags, device=torch.device("cpu"),
-        limits=score_triton.tile_limits(target, "scale" in flags),
+        limits=_triton.tile_limits(target, "scale" in flags),
     )  # fmt: skip
-    constants, options = score_triton.settings(packed)
+    constants, options = _triton.settings(packed)
     kinds = {
         "rows": {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8"}[dtype],
         "vectors": {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}[packed.vectors.dtype],
@@ -328,11 +330,11 @@ def compile_case(dtype, dim, sessions, residual, flags, target):
             kinds[name] = kind
         else:
             constants[name] = None
-    names = score_triton.score_bounds_kernel.arg_names
+    names = _triton.score_bounds_kernel.arg_names
     signature = {name: kinds.get(name, "constexpr") for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name == "row_stride"]
     source = ASTSource(
-        score_triton.score_bounds_kernel,
+        _triton.score_bounds_kernel,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.columns import Columns
+from cdr_kernel.score._columns import Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.validation._arrays import Blocks, Float64, Int64, as_array, as_blocks, factor, is_tensor, safe_blocks
 from cdr_kernel.validation._scalars import check_order
@@ -26,7 +26,7 @@ from cdr_kernel.validation._scalars import check_order
 if TYPE_CHECKING:
     import torch
 
-    from cdr_kernel.device import DeviceView
+    from cdr_kernel.score._device_rows import DeviceView
 
 IMPLS = ("cpp", "torch", "triton")
 
@@ -266,12 +266,12 @@ def cdr_score(
     overlaps = _overlaps(ngram_overlap, len(sessions), count)
     each = [Factors(weights, factors, overlap) for overlap in overlaps]
     if impl == "triton" or (resident is not None and impl == "torch"):
-        from cdr_kernel.bounds import bounded_search
+        from cdr_kernel.score._bound_search import bounded_search
 
         source = None if resident is None else resident.source(of_store)
         found = bounded_search(impl, data, squared_norms, sessions, index, each, k, source)
     elif impl == "torch":
-        from cdr_kernel.score_torch import torch_candidates
+        from cdr_kernel.score._torch import torch_candidates
 
         found = torch_candidates(data, squared_norms, sessions, index, each, k)
     else:
@@ -322,7 +322,7 @@ def exact_scores(
 
 def _resident(embeddings: Any, rows: Any) -> DeviceView | None:
     """embeddings as a DeviceView narrowed to rows; None for everything else."""
-    device = sys.modules.get("cdr_kernel.device")
+    device = sys.modules.get("cdr_kernel.score._device_rows")
     if device is None or not isinstance(embeddings, device.DeviceView):
         return None
     view: DeviceView = embeddings

@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from cdr_kernel import Columns, bounds, cdr_score
-from cdr_kernel.bounds import Factors32, Rows, Source, bounded_candidates, bounded_search, bounds_torch, pack
-from cdr_kernel.score import Factors, exact_scores
+from cdr_kernel import Columns, cdr_score
+from cdr_kernel.score import _bound_search
+from cdr_kernel.score._bound_search import (
+    Factors32,
+    Rows,
+    Source,
+    bounded_candidates,
+    bounded_search,
+    bounds_torch,
+    pack,
+)
+from cdr_kernel.score._cdr_score import Factors, exact_scores
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -279,8 +288,8 @@ def test_many_sessions_are_taken_a_few_at_a_time(monkeypatch):
     r = np.random.default_rng(9)
     rows = r.standard_normal((200, 8)).astype(np.float32)
     sessions = [some_columns(r, 8, 1, int(n), "spec") for n in r.integers(0, 6, 20)]
-    monkeypatch.setattr(bounds, "_OUT_BYTES", 4 * 200 * 3)
-    monkeypatch.setattr(bounds, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(_bound_search, "_OUT_BYTES", 4 * 200 * 3)
+    monkeypatch.setattr(_bound_search, "_CHUNK_BYTES", 4096)
     for c, found in zip(sessions, search([rows], sessions, 5), strict=True):
         assert set(cdr_score(rows, c, k=5, impl="cpp").rows.tolist()) <= set(found.tolist())
 

@@ -1,6 +1,6 @@
 """torch.ops.cdr_kernel: the exact scores and the fused pass as torch operators.
 
-``import cdr_kernel.torch_ops`` registers them. They have fake implementations, so ``torch.compile(fullgraph=True)``,
+``import cdr_kernel.score.torch_ops`` registers them. They have fake implementations, so ``torch.compile(fullgraph=True)``,
 ``torch.export`` and ``opcheck`` take them; nothing is differentiable. They run on the device and the stream they are
 called on.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cdr_kernel.bounds import Factors32, Packed, Rows, bounds_torch
-from cdr_kernel.columns import COVERAGE, QUERY, RESIDUAL, Columns
-from cdr_kernel.score import cdr_score, choose_impl
+from cdr_kernel.score._bound_search import Factors32, Packed, Rows, bounds_torch
+from cdr_kernel.score._cdr_score import cdr_score, choose_impl
+from cdr_kernel.score._columns import COVERAGE, QUERY, RESIDUAL, Columns
 
 
 @torch.library.custom_op("cdr_kernel::score", mutates_args=())
@@ -116,7 +116,7 @@ def score_bounds(
     out = torch.empty((count, n), dtype=torch.float32, device=rows.device)
     run = bounds_torch
     if _by_triton(rows.device):
-        from cdr_kernel.score_triton import launch
+        from cdr_kernel.score._triton import launch
 
         run = launch
     run(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from cdr_kernel import Columns, FactStore, cdr_score, device
-from cdr_kernel.device import DeviceRows
+from cdr_kernel import Columns, FactStore, cdr_score
+from cdr_kernel.score import _device_rows
+from cdr_kernel.score._device_rows import DeviceRows
 
 DIM = 21
 
@@ -56,8 +57,8 @@ def check(view, on_device, sessions, **keywords):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(device, "BLOCK_ROWS", 64)
-    monkeypatch.setattr(device, "_CHUNK", 50)
+    monkeypatch.setattr(_device_rows, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(_device_rows, "_CHUNK", 50)
 
 
 @pytest.mark.parametrize("stored", ["float16", "float32", "float64"])
@@ -235,10 +236,10 @@ class FakeCuda:
 
 def test_a_buffer_is_filled_after_its_last_use_and_used_after_it_is_filled(monkeypatch):
     fake = FakeCuda()
-    monkeypatch.setattr(device, "_cuda", lambda _: fake)
-    parts = [(slice(i, i + 1), None, device.Rows(torch.full((1, 4), float(i)))) for i in range(5)]
+    monkeypatch.setattr(_device_rows, "_cuda", lambda _: fake)
+    parts = [(slice(i, i + 1), None, _device_rows.Rows(torch.full((1, 4), float(i)))) for i in range(5)]
     seen = []
-    for _, rows in device._streamed(parts, torch.device("cpu")):
+    for _, rows in _device_rows._streamed(parts, torch.device("cpu")):
         seen.append(float(rows.values[0, 0]))
         fake.log.append(("use", len(seen) - 1))
     assert seen == [0.0, 1.0, 2.0, 3.0, 4.0]

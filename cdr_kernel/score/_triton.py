@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from cdr_kernel.columns import COVERAGE
+from cdr_kernel.score._columns import COVERAGE
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 
 if TYPE_CHECKING:
-    from cdr_kernel.bounds import Factors32, Packed, Rows
+    from cdr_kernel.score._bound_search import Factors32, Packed, Rows
 
 COVERAGE_ROLE = tl.constexpr(COVERAGE)
 SMALLEST_SQUARE = tl.constexpr(2.0**-80)  # squared norms that float32 sums can hold; other rows are bounded by infinity
