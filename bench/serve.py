@@ -31,7 +31,7 @@ import numpy as np
 from bench.data import Clusters, Float32, grow, load_base, load_queries
 from bench.measure import machine
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank
-from cdr_kernel.retrieve import WORTH_CODES
+from cdr_kernel.retrieve._retriever import WORTH_CODES
 
 MODEL = "bench"
 WINDOWS = 5

@@ -82,7 +82,7 @@ def index(
             store, skipped = file.build(
                 embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
             )
-    codes = not no_codes and len(store) >= cdr_kernel.retrieve.WORTH_CODES
+    codes = not no_codes and len(store) >= cdr_kernel.retrieve._retriever.WORTH_CODES
     with _writing(output):
         if durable:
             _make_durable(store, output, codes)

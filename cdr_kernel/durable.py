@@ -461,7 +461,8 @@ class DurableStore:
 
         codes: also the scan's codes, of 16,384 facts or more, which a retriever would else make again.
         """
-        from cdr_kernel.retrieve import WORTH_CODES, Retriever
+        from cdr_kernel.retrieve import Retriever
+        from cdr_kernel.retrieve._retriever import WORTH_CODES
 
         folder = self.path / SNAPSHOT
         with self._lock:

@@ -19,11 +19,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from cdr_kernel import _C
-from cdr_kernel.calibrate import Calibration
-from cdr_kernel.device_index import DeviceIndex
-from cdr_kernel.lexical import SparseSums, WordCounts, above_mean, words
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.scan import ScanIndex
+from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts, above_mean, words
+from cdr_kernel.retrieve._calibration import Calibration
+from cdr_kernel.retrieve._device_index import DeviceIndex
+from cdr_kernel.retrieve._scan_index import ScanIndex
 from cdr_kernel.score import Columns
 from cdr_kernel.score._cdr_score import best_first
 from cdr_kernel.score._columns import RESIDUAL, Addend, coverage_centroid

@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.retrieve import WORTH_CODES, Retriever
+from cdr_kernel.retrieve import Retriever
+from cdr_kernel.retrieve._retriever import WORTH_CODES
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._atomic_folder import LOCK, Kind
 from cdr_kernel.store._attributes import KINDS

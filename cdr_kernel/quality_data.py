@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
-from cdr_kernel.lexical import TfIdf
 from cdr_kernel.retrieve import Retriever
+from cdr_kernel.retrieve._bm25 import TfIdf
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._format import KIND
 from cdr_kernel.task import SubQuery

@@ -14,8 +14,8 @@ from cdr_kernel import _C, frame
 from cdr_kernel.concurrency._forks import cached_property
 from cdr_kernel.evidence import Asked, ask, best_z, with_enough
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.kept import KeptRows, Shares
 from cdr_kernel.retrieve import Retriever
+from cdr_kernel.retrieve._window_cache import KeptRows, Shares
 from cdr_kernel.score import Columns, Scores
 from cdr_kernel.score._cdr_score import Factors, best_first, check_k, check_product, passing_scores
 from cdr_kernel.session import Session

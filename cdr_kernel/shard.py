@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.calibrate import Sums
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.evidence import (
     Added,
@@ -32,11 +31,12 @@ from cdr_kernel.evidence import (
     word_sums,
 )
 from cdr_kernel.frame import BREAKDOWN
-from cdr_kernel.kept import CACHE_BYTES
-from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.partition import Write, facts_in, placed, put
 from cdr_kernel.rank import Question, Ranking, multipliers
 from cdr_kernel.retrieve import retriever_on
+from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
+from cdr_kernel.retrieve._calibration import Sums
+from cdr_kernel.retrieve._window_cache import CACHE_BYTES
 from cdr_kernel.score import Columns
 from cdr_kernel.session import Session
 from cdr_kernel.store import FactStore

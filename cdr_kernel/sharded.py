@@ -25,14 +25,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.calibrate import Calibration, Sums
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.lexical import SparseSums, WordCounts
 from cdr_kernel.partition import put
 from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, check_named
+from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
+from cdr_kernel.retrieve._calibration import Calibration, Sums
 from cdr_kernel.score._cdr_score import best_first
 from cdr_kernel.session import Session
 from cdr_kernel.shard import (

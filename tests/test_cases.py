@@ -33,7 +33,7 @@ from cdr_kernel import (
     reference,
 )
 from cdr_kernel.cli import app
-from cdr_kernel.retrieve import EXACT_KINDS, KINDS
+from cdr_kernel.retrieve._retriever import EXACT_KINDS, KINDS
 
 IMPLS = available_impls()
 E1, E2 = [1.0, 0.0], [0.0, 1.0]

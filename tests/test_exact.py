@@ -40,7 +40,7 @@ from cdr_kernel import (
     constants,
     reference,
 )
-from cdr_kernel.retrieve import EXACT_KINDS, KINDS
+from cdr_kernel.retrieve._retriever import EXACT_KINDS, KINDS
 from cdr_kernel.task import CoverageEntry
 
 TOLERANCE = 1e-12

@@ -91,7 +91,7 @@ def test_the_k_best_are_those_of_the_whole_ranking(shape, seed, monkeypatch):
     retrievers["shards"] = ShardedRetriever(ShardedStore.split(store, shards=3))
     whole = cdr_rank(query, retrievers["scan"], session)
     for name, retriever in retrievers.items():
-        monkeypatch.setattr("cdr_kernel.kept.FEW_ROWS", 0 if name == "codes" else 10**6)
+        monkeypatch.setattr("cdr_kernel.retrieve._window_cache.FEW_ROWS", 0 if name == "codes" else 10**6)
         for k in (1, 20):
             best = cdr_rank(query, retriever, session, k=k)
             assert best.ids == whole.ids[:k], name

@@ -26,8 +26,8 @@ from cdr_kernel import (
     cdr_score,
     reference,
 )
-from cdr_kernel import retrieve as retrieve_module
-from cdr_kernel.retrieve import KINDS
+from cdr_kernel.retrieve import _retriever as retrieve_module
+from cdr_kernel.retrieve._retriever import KINDS
 from cdr_kernel.validation import _arrays
 
 DIM = 8

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cdr_kernel.retrieve import WORTH_CODES, Retriever, retriever_on
+from cdr_kernel.retrieve import Retriever, retriever_on
+from cdr_kernel.retrieve._retriever import WORTH_CODES
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.batching import Batcher, Lane
 from cdr_kernel.serve.budget import Budget, Held

@@ -24,10 +24,10 @@ from cdr_kernel import (
     WindowReport,
     cdr_rank,
 )
-from cdr_kernel.calibrate import Moments
 from cdr_kernel.concurrency._forks import Lock, Threads, cached_property, in_child
-from cdr_kernel.kept import RowCache, TaskCache
-from cdr_kernel.lexical import LexicalIndex
+from cdr_kernel.retrieve._bm25 import LexicalIndex
+from cdr_kernel.retrieve._calibration import Moments
+from cdr_kernel.retrieve._window_cache import RowCache, TaskCache
 from cdr_kernel.sharded import ShardedRetriever
 from cdr_kernel.sharded_store import ShardedStore
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import _C, Columns, FactStore, Retriever, available_impls, cdr_score, reference
-from cdr_kernel.scan import ScanIndex
+from cdr_kernel.retrieve._scan_index import ScanIndex
 from cdr_kernel.score._bound_search import bounded_search
 from cdr_kernel.score._cdr_score import Factors
 from cdr_kernel.score._columns import COVERAGE, Addend

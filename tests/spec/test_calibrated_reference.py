@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore, reference
-from cdr_kernel.lexical import LexicalIndex, words
+from cdr_kernel.retrieve._bm25 import LexicalIndex, words
 from cdr_kernel.spec.reference import CalibratedSession, Entry, Fact, SubQuery
 
 WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network")

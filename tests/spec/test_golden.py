@@ -29,7 +29,7 @@ from cdr_kernel import (
     cdr_rank,
     reference,
 )
-from cdr_kernel.retrieve import EXACT_KINDS
+from cdr_kernel.retrieve._retriever import EXACT_KINDS
 
 FOLDER = Path(__file__).parents[1] / "golden"
 NUMBERS = ("score", "score_without_guard", "relevance", "coverage", "residual_pull", "novelty")

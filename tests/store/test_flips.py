@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from fact_stores import flip
 
-from cdr_kernel import DamagedFileError, FactStore, NGramGuard, Retriever, Session, SubQuery, cdr_rank, files, retrieve
+from cdr_kernel import DamagedFileError, FactStore, NGramGuard, Retriever, Session, SubQuery, cdr_rank, files
 from cdr_kernel import partition as partition_module
 from cdr_kernel.files import json_text, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.partition import partition
+from cdr_kernel.retrieve import _retriever
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
 from cdr_kernel.store import _checksums
 from cdr_kernel.store import _fact_store as store_module
@@ -194,7 +195,7 @@ def small(monkeypatch):
     """Small stores behave as large ones do: they have codes, several blocks, and are checked block by block."""
     monkeypatch.setattr(_checksums, "BLOCK", 2048)
     monkeypatch.setattr(store_module, "_check_behind", lambda files: None)
-    for module in (retrieve, partition_module):
+    for module in (_retriever, partition_module):
         monkeypatch.setattr(module, "WORTH_CODES", 100)
 
 

@@ -7,9 +7,10 @@ import os
 import numpy as np
 import pytest
 
-from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, explain, gate_report, retrieve
+from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, explain, gate_report
 from cdr_kernel.exceptions import DamagedFileError
 from cdr_kernel.partition import partition
+from cdr_kernel.retrieve import _retriever
 from cdr_kernel.store._mapped_files import MappedFiles
 
 DIM, N = 16, 6000
@@ -93,7 +94,7 @@ def test_a_file_of_the_same_name_that_is_another_is_not_looked_at(tmp_path):
 
 
 def test_codes_that_were_cut_short_are_made_again(folder, monkeypatch):
-    monkeypatch.setattr(retrieve, "WORTH_CODES", 64)
+    monkeypatch.setattr(_retriever, "WORTH_CODES", 64)
     Retriever(FactStore.load(folder)).save()
     retriever = Retriever(FactStore.load(folder))
     before = cdr_rank(np.ones(DIM), retriever, session(), k=5)

@@ -113,7 +113,7 @@ def serve(folder):
     from cdr_kernel import embedder
 
     embedder.load_embedder = lambda model: embed
-    cdr_kernel.retrieve.WORTH_CODES = cdr_kernel.partition.WORTH_CODES = 64  # so that codes are saved
+    cdr_kernel.retrieve._retriever.WORTH_CODES = cdr_kernel.partition.WORTH_CODES = 64  # so that codes are saved
     for line in sys.stdin:
         kind, name, output, seconds, at_once = json.loads(line)
         begun, tell = os.pipe()

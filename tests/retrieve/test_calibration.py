@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore
-from cdr_kernel.calibrate import Moments, Sums
+from cdr_kernel.retrieve._calibration import Moments, Sums
 
 D = 12
 

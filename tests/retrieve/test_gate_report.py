@@ -22,7 +22,7 @@ from cdr_kernel import (
     suggest_min_relevance,
 )
 from cdr_kernel.adapters.sessions import Sessions
-from cdr_kernel.retrieve import EXACT_KINDS
+from cdr_kernel.retrieve._retriever import EXACT_KINDS
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
 
 

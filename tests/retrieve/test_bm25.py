@@ -11,8 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timing import longest_wait, seconds
 
-from cdr_kernel import FactStore, lexical, reference
-from cdr_kernel.lexical import LexicalIndex, Postings, SparseSums, TfIdf, WordCounts, above_mean, words, z_of_sparse
+from cdr_kernel import FactStore, reference
+from cdr_kernel.retrieve import _bm25
+from cdr_kernel.retrieve._bm25 import (
+    LexicalIndex,
+    Postings,
+    SparseSums,
+    TfIdf,
+    WordCounts,
+    above_mean,
+    words,
+    z_of_sparse,
+)
 from cdr_kernel.spec.constants import STOP_WORDS
 from cdr_kernel.text import _tokenize
 
@@ -173,7 +183,7 @@ def test_only_finite_numbers_are_summed():
 
 @pytest.mark.parametrize("pairs", [0, 1 << 22])
 def test_sums_of_a_word_are_those_of_what_it_gives(pairs, monkeypatch):
-    monkeypatch.setattr(lexical, "_PAIRS", pairs)  # 0: no two facts are taken together
+    monkeypatch.setattr(_bm25, "_PAIRS", pairs)  # 0: no two facts are taken together
     r = np.random.default_rng(0)
     store = store_of([" ".join(r.choice(["alpha", "beta", "gamma"], r.integers(0, 30))) for _ in range(400)])
     store.remove([store.ids[i] for i in (3, 5, 399)])
@@ -213,7 +223,7 @@ def test_tfidf_is_that_of_scikit_learn():
 def test_texts_are_taken_in_piece_by_piece(monkeypatch):
     view = store_of(TEXTS * 3).view()
     whole = LexicalIndex().bm25(view, TEXTS)
-    monkeypatch.setattr(lexical, "_CHUNK", 2)
+    monkeypatch.setattr(_bm25, "_CHUNK", 2)
     for (rows, scores), (expected_rows, expected) in zip(LexicalIndex().bm25(view, TEXTS), whole, strict=True):
         assert rows.tolist() == expected_rows.tolist()
         assert scores.tobytes() == expected.tobytes()

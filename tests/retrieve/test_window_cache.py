@@ -15,8 +15,8 @@ import pytest
 from test_rank import agree, truth, world
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, cdr_score, rank_many
-from cdr_kernel.kept import RowCache, TaskCache
-from cdr_kernel.scan import ScanIndex
+from cdr_kernel.retrieve._scan_index import ScanIndex
+from cdr_kernel.retrieve._window_cache import RowCache, TaskCache
 
 
 def same(a, b):
@@ -37,7 +37,7 @@ def advance(session, r, output=""):
 @pytest.mark.parametrize("few", [0, 10**9])
 @pytest.mark.parametrize("keywords", [{}, {"first_window_pull": True}, {"clamp_novelty": True, "min_relevance": -1.0}])
 def test_a_kept_window_equals_a_fresh_one(prepared, few, keywords, monkeypatch):
-    monkeypatch.setattr("cdr_kernel.kept.FEW_ROWS", few)
+    monkeypatch.setattr("cdr_kernel.retrieve._window_cache.FEW_ROWS", few)
     store, session, query, r = world(400, **keywords)
     retriever = Retriever(store)
     for window in range(6):
@@ -73,7 +73,7 @@ def test_many_rows_are_looked_at_by_their_codes_and_few_are_kept_with_their_cosi
     cdr_rank(query, retriever, session, k=5)
     advance(session, r)
     bare = retriever.cache.nbytes
-    monkeypatch.setattr("cdr_kernel.kept.FEW_ROWS", 20)
+    monkeypatch.setattr("cdr_kernel.retrieve._window_cache.FEW_ROWS", 20)
     monkeypatch.setattr(RowCache, "with_values", lambda *_: pytest.fail("read the stored rows"))
     many = cdr_rank(query, retriever, session, k=5)
     assert many.qualified > 20
@@ -81,7 +81,7 @@ def test_many_rows_are_looked_at_by_their_codes_and_few_are_kept_with_their_cosi
     monkeypatch.undo()
     same(cdr_rank(query, retriever, session, k=5), many)
     assert retriever.cache.nbytes > bare
-    monkeypatch.setattr("cdr_kernel.kept.FEW_ROWS", 20)
+    monkeypatch.setattr("cdr_kernel.retrieve._window_cache.FEW_ROWS", 20)
     monkeypatch.setattr(ScanIndex, "top", lambda *_: pytest.fail("asked the codes for what is kept"))
     same(cdr_rank(query, retriever, session, k=5), many)
 

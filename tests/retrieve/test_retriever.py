@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import Columns, FactStore, Retriever, reference
-from cdr_kernel.retrieve import EXACT_KINDS, KINDS
+from cdr_kernel.retrieve._retriever import EXACT_KINDS, KINDS
 
 
 def clustered(n=1500, dim=24, seed=0, dtype="float32"):

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import _C, Columns, DamagedFileError, FactStore
-from cdr_kernel import scan as scan_module
-from cdr_kernel.scan import ScanIndex
+from cdr_kernel.retrieve import _scan_index as scan_module
+from cdr_kernel.retrieve._scan_index import ScanIndex
 from cdr_kernel.score._columns import coverage_centroid
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 

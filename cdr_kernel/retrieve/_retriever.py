@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel import _C
-from cdr_kernel.calibrate import Moments
 from cdr_kernel.concurrency._forks import Lock, cached_property
-from cdr_kernel.device_index import DeviceIndex
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.kept import CACHE_BYTES, KeptRows, RowCache, TaskCache
-from cdr_kernel.lexical import LexicalIndex
-from cdr_kernel.scan import ScanIndex
+from cdr_kernel.retrieve._bm25 import LexicalIndex
+from cdr_kernel.retrieve._calibration import Moments
+from cdr_kernel.retrieve._device_index import DeviceIndex
+from cdr_kernel.retrieve._scan_index import ScanIndex
+from cdr_kernel.retrieve._window_cache import CACHE_BYTES, KeptRows, RowCache, TaskCache
 from cdr_kernel.score import Columns
 from cdr_kernel.score._cdr_score import best_first, check_k
 from cdr_kernel.score._columns import COVERAGE
