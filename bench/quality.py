@@ -19,8 +19,8 @@ from cdr_kernel.quality import (
     ranked,
     summarise,
 )
-from cdr_kernel.session import MODES
-from cdr_kernel.task import GATES_ON
+from cdr_kernel.session._session import MODES
+from cdr_kernel.session._task import GATES_ON
 from cdr_kernel.terminal import print_json, say
 
 COMPARED = "relevance,relevance_excluded,round_robin"

@@ -26,12 +26,11 @@ from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking, cdr_rank, rank_many
 from cdr_kernel.retrieve import Candidates, GateReport, Retriever, gate_report, suggest_min_relevance
 from cdr_kernel.score import Columns, Scores, available_impls, cdr_score
-from cdr_kernel.session import Session
+from cdr_kernel.session import CoverageEntry, Exit, Session, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.spec import constants, reference
 from cdr_kernel.spec.constants import Depth
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Fact, StoreView
-from cdr_kernel.task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.text import NGramGuard, repetition, tokenize
 from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.exceptions import EmbeddingModelMismatch
+from cdr_kernel.session import SubQuery, WindowReport, depth_from_words
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import StoreView, view_of
-from cdr_kernel.task import SubQuery, WindowReport, depth_from_words
 from cdr_kernel.text import tokenize
 from cdr_kernel.text._tokenize import PIECE, pieces
 from cdr_kernel.validation._arrays import as_array, scale_rows

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from cdr_kernel.session import Session
+from cdr_kernel.session import Session, SubQuery
 from cdr_kernel.spec.constants import (
     CALIBRATED_GATE,
     CDR_MIN_RELEVANCE,
@@ -18,7 +18,6 @@ from cdr_kernel.spec.constants import (
     MAX_WINDOWS_LIMIT,
     SAFETY_BUDGET_FLOOR,
 )
-from cdr_kernel.task import SubQuery
 
 
 class Mode(StrEnum):

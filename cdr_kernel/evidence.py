@@ -28,9 +28,9 @@ from cdr_kernel.score import Columns
 from cdr_kernel.score._cdr_score import best_first
 from cdr_kernel.score._columns import RESIDUAL, Addend, coverage_centroid
 from cdr_kernel.session import Session
+from cdr_kernel.session._task import Calibrated, Feedback, SessionState
 from cdr_kernel.spec.constants import FEEDBACK_FACTS, NO_DEVIATION, SOURCE_REACH, SOURCE_SHRINKAGE
 from cdr_kernel.store._fact_store import StoreView
-from cdr_kernel.task import Calibrated, Feedback, SessionState
 from cdr_kernel.validation._arrays import Float64, Int64, as_vector
 
 _CHUNK = 65536

@@ -18,11 +18,10 @@ from cdr_kernel.pack import count_tokens_default
 from cdr_kernel.rank import Multiplier, Ranks
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Columns
-from cdr_kernel.session import Session
+from cdr_kernel.session import CoverageEntry, Session, SubQuery
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Fact
-from cdr_kernel.task import CoverageEntry, SubQuery
 from cdr_kernel.validation._arrays import as_vector
 from cdr_kernel.whatif import UNLIMITED, Change, Gate, Pull, Push, Question, Room, StoreChanged, WhatIf
 

@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.exceptions import FileError
+from cdr_kernel.session import SubQuery
 from cdr_kernel.spec.constants import MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.store._atomic_folder import draft
 from cdr_kernel.store._format import KIND
-from cdr_kernel.task import SubQuery
 from cdr_kernel.validation._arrays import Float64, as_vectors
 
 BATCH_ROWS = 4096

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from cdr_kernel.pack import Envelope
-from cdr_kernel.session import Session
+from cdr_kernel.session import Exit, Session
 from cdr_kernel.spec.constants import CKF_EXHAUSTED, GUARANTEE_COVERAGE_SCORE, IN_PROGRESS, LIMIT_REACHED
-from cdr_kernel.task import Exit
 
 COVERAGE_SCORE = "CRP-Context-Coverage-Score"
 GUARD_ACTIVATIONS = "CRP-Context-NGram-Guard-Activations"

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cdr_kernel.concurrency._steps import finish
-from cdr_kernel.packed import PackedContext
 from cdr_kernel.score._cdr_score import best_first
+from cdr_kernel.session._envelope import PackedContext
+from cdr_kernel.session._task import EXHAUSTIONS
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.store._stored_facts import sequences_of, text_of
-from cdr_kernel.task import EXHAUSTIONS
 from cdr_kernel.validation._scalars import check_integer, counted, few
 
 if TYPE_CHECKING:

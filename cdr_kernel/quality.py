@@ -41,7 +41,7 @@ from cdr_kernel.quality_run import (
     write_lexical,
     write_plan,
 )
-from cdr_kernel.task import WindowReport
+from cdr_kernel.session import WindowReport
 from cdr_kernel.validation._arrays import Float64
 
 __all__ = [

@@ -19,9 +19,9 @@ from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.retrieve._bm25 import TfIdf
+from cdr_kernel.session import SubQuery
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._format import KIND
-from cdr_kernel.task import SubQuery
 from cdr_kernel.text import NGramGuard, Tokenizer, tokenize
 from cdr_kernel.validation._arrays import Float64
 

@@ -14,8 +14,7 @@ from cdr_kernel.pack import pack_facts
 from cdr_kernel.quality_data import Case, Corpus
 from cdr_kernel.quality_run import Run
 from cdr_kernel.rank import cdr_rank
-from cdr_kernel.session import Session
-from cdr_kernel.task import WindowReport
+from cdr_kernel.session import Session, WindowReport
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Int64
 

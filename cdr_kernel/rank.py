@@ -18,12 +18,12 @@ from cdr_kernel.retrieve import Retriever
 from cdr_kernel.retrieve._window_cache import KeptRows, Shares
 from cdr_kernel.score import Columns, Scores
 from cdr_kernel.score._cdr_score import Factors, best_first, check_k, check_product, passing_scores
-from cdr_kernel.session import Session
+from cdr_kernel.session import CoverageEntry, Session
+from cdr_kernel.session._task import Feedback, SessionState
 from cdr_kernel.spec.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store._attributes import Where
 from cdr_kernel.store._fact_store import Fact, StoreView
 from cdr_kernel.store._stored_facts import StoredFacts, ids_of, taken
-from cdr_kernel.task import CoverageEntry, Feedback, SessionState
 from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor
 from cdr_kernel.validation._scalars import check_order, counted, few
 

@@ -38,12 +38,12 @@ from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
 from cdr_kernel.retrieve._calibration import Sums
 from cdr_kernel.retrieve._window_cache import CACHE_BYTES
 from cdr_kernel.score import Columns
-from cdr_kernel.session import Session
+from cdr_kernel.session import CoverageEntry, Session
+from cdr_kernel.session._task import Calibrated, SessionState
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._attributes import Where, chosen
 from cdr_kernel.store._fact_store import Fact, StoreView
 from cdr_kernel.store._stored_facts import sequences_of
-from cdr_kernel.task import Calibrated, CoverageEntry, SessionState
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Float64, Int64
 

@@ -35,6 +35,7 @@ from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
 from cdr_kernel.retrieve._calibration import Calibration, Sums
 from cdr_kernel.score._cdr_score import best_first
 from cdr_kernel.session import Session
+from cdr_kernel.session._task import SessionState
 from cdr_kernel.shard import (
     ARRAYS,
     Answer,
@@ -49,7 +50,6 @@ from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
 from cdr_kernel.spec.constants import FEEDBACK_FACTS
 from cdr_kernel.store._attributes import Where, check_mask, mapping_key, rows_key, where_text
 from cdr_kernel.store._fact_store import Fact
-from cdr_kernel.task import SessionState
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.text._ngram_guard import TokenRows
 from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor

@@ -22,10 +22,10 @@ from cdr_kernel.score import Columns, Scores
 from cdr_kernel.score._cdr_score import Factors, best_first, check_product, passing_scores
 from cdr_kernel.score._columns import COVERAGE
 from cdr_kernel.session import Session
+from cdr_kernel.session._task import SessionState
 from cdr_kernel.spec.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.store._stored_facts import sequences_of, text_of
-from cdr_kernel.task import SessionState
 
 UNLIMITED = 2**62
 """Tokens; no ranking comes near."""

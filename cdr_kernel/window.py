@@ -10,10 +10,9 @@ from cdr_kernel.headers import band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
 from cdr_kernel.rank import Ranking, Ranks, cdr_rank, newest_in
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.session import Session
+from cdr_kernel.session import Exit, Session, WindowReport
 from cdr_kernel.spec.constants import LIMIT_REACHED, TASK_COMPLETE
 from cdr_kernel.store._attributes import Where
-from cdr_kernel.task import Exit, WindowReport
 
 
 @dataclass(frozen=True, eq=False)

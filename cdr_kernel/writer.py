@@ -20,9 +20,8 @@ import numpy as np
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.exceptions import WriterError
 from cdr_kernel.pack import Envelope
-from cdr_kernel.session import Session
+from cdr_kernel.session import Session, WindowReport
 from cdr_kernel.store import FactStore
-from cdr_kernel.task import WindowReport
 from cdr_kernel.validation._scalars import check_number
 from cdr_kernel.validation._warn import warn
 from cdr_kernel.window import WindowPrompt

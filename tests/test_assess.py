@@ -15,9 +15,8 @@ from timing import longest_wait, seconds
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.session import Session
+from cdr_kernel.session import Session, SubQuery
 from cdr_kernel.store import FactStore
-from cdr_kernel.task import SubQuery
 from cdr_kernel.text import _tokenize
 from cdr_kernel.text._ngram_guard import tokenize
 

@@ -41,7 +41,7 @@ from cdr_kernel import (
     reference,
 )
 from cdr_kernel.retrieve._retriever import EXACT_KINDS, KINDS
-from cdr_kernel.task import CoverageEntry
+from cdr_kernel.session import CoverageEntry
 
 TOLERANCE = 1e-12
 EXAMPLES = int(os.environ.get("CDR_LAW_EXAMPLES", "20000"))

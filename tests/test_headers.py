@@ -11,10 +11,9 @@ from cdr_kernel import reference
 from cdr_kernel.headers import ONBOARDING_HINT, band, crp_headers, guarantee_holds
 from cdr_kernel.pack import Envelope, pack_facts
 from cdr_kernel.rank import Ranking
-from cdr_kernel.session import Session
+from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
 from cdr_kernel.spec.constants import EXIT_REASONS
 from cdr_kernel.store._fact_store import Fact
-from cdr_kernel.task import Exit, SubQuery, WindowReport
 
 HYPOTHESIS = settings(deadline=None, max_examples=100, derandomize=True)
 

@@ -27,8 +27,8 @@ from cdr_kernel.adapters import crprotocol_6
 from cdr_kernel.adapters.facts import FactArray
 from cdr_kernel.score._columns import coverage_centroid
 from cdr_kernel.score._device_rows import DeviceRows
+from cdr_kernel.session import CoverageEntry
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore
-from cdr_kernel.task import CoverageEntry
 
 ENTRIES, DIM, FACTS = 10_000, 4, 1000
 SHAPES = ("grouped", "alternating", "sizes", "random", "opposite", "nearly opposite", "tiny")

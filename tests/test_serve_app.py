@@ -762,7 +762,7 @@ def test_the_last_update_answers_the_whole_text(client, monkeypatch):
             assert error_of(again)["field"] == "outputs"
             break
         assert client.post(f"{path}/update", json=update(output="Third.")).json()["document"] == document
-    monkeypatch.setattr("cdr_kernel.task.MOST_OUTPUT_CHARACTERS", 20)
+    monkeypatch.setattr("cdr_kernel.session._task.MOST_OUTPUT_CHARACTERS", 20)
     full = created(client)
     client.post(f"/v1/sessions/{full}/update", json=update(output="First window."))
     refused = client.post(f"/v1/sessions/{full}/update", json=update(output="Second window."))

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from cdr_kernel.adapters.sessions import Sessions, SessionSource, breakdown
-from cdr_kernel.session import Session
-from cdr_kernel.task import Exit, WindowReport
+from cdr_kernel.session import Exit, Session, WindowReport
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cdr_kernel.adapters.sessions import Sessions, SessionSource, text_id
-from cdr_kernel.task import Exit, WindowReport
+from cdr_kernel.session import Exit, WindowReport
 
 try:
     import pyarrow as pa

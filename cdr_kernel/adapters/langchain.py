@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from cdr_kernel.adapters.sessions import Sessions, breakdown, text_id
 from cdr_kernel.rank import Ranking
-from cdr_kernel.task import Exit, WindowReport
+from cdr_kernel.session import Exit, WindowReport
 
 try:
     from langchain_core.documents import BaseDocumentCompressor, Document

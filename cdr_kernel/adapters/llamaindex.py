@@ -14,7 +14,7 @@ from typing import Any
 
 from cdr_kernel.adapters.sessions import Sessions, SessionSource
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.task import Exit, WindowReport
+from cdr_kernel.session import Exit, WindowReport
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding

@@ -13,9 +13,8 @@ from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.pack import Envelope, count_tokens_default
 from cdr_kernel.rank import Ranking, cdr_rank, newest_in
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.session import Session
+from cdr_kernel.session import Exit, Session, WindowReport
 from cdr_kernel.store import FactStore
-from cdr_kernel.task import Exit, WindowReport
 from cdr_kernel.text import Tokenizer
 from cdr_kernel.text._token_hashes import HashKey
 

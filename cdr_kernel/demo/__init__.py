@@ -18,12 +18,11 @@ from cdr_kernel.pack import pack_facts
 from cdr_kernel.rank import cdr_rank
 from cdr_kernel.record import RunRecord
 from cdr_kernel.retrieve import Retriever
-from cdr_kernel.session import Session
+from cdr_kernel.session import Session, SubQuery
 from cdr_kernel.spec.constants import CALIBRATED_GATE
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._stored_facts import sequences_of
 from cdr_kernel.storemap import StoreMap
-from cdr_kernel.task import SubQuery
 from cdr_kernel.validation._arrays import Float64
 from cdr_kernel.window import Window, WindowPrompt, run_windows
 from cdr_kernel.writer import ExtractWriter

@@ -13,8 +13,8 @@ import msgspec
 
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.serve.faults import DAMAGED, IO_ERROR, NO_SPACE, StorageFault
+from cdr_kernel.session import SessionEnded
 from cdr_kernel.spec.constants import CKF_EXHAUSTED, LIMIT_REACHED, SAFETY_BUDGET_DEPLETED, TASK_COMPLETE
-from cdr_kernel.task import SessionEnded
 
 NOT_FOUND = "there is no such {what}"
 

@@ -17,8 +17,8 @@ import numpy as np
 from cdr_kernel.frame import BREAKDOWN
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
+from cdr_kernel.session._task import Feedback
 from cdr_kernel.store._fact_store import Fact
-from cdr_kernel.task import Feedback
 
 _FLOATS = (*(name for name in BREAKDOWN if name != "ngram_overlap"), "novelty_source")
 

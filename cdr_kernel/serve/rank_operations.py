@@ -23,10 +23,9 @@ from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.session_operations import end, exit_body
 from cdr_kernel.serve.sessions import new_id
 from cdr_kernel.serve.stores import Facts
-from cdr_kernel.session import Session
+from cdr_kernel.session import Exit, Session, SessionEnded
 from cdr_kernel.spec.constants import DEFAULT_DEPTH, IN_PROGRESS
 from cdr_kernel.store._fact_store import Fact, StoreView
-from cdr_kernel.task import Exit, SessionEnded
 from cdr_kernel.validation._arrays import Float64
 
 NO_BUDGET = 2**31 - 1

@@ -25,10 +25,9 @@ from cdr_kernel.serve.service import Answer, Call
 from cdr_kernel.serve.sessions import Entry, Version, check_size, new_id, with_answer
 from cdr_kernel.serve.settings import OF_MODE, for_new_session
 from cdr_kernel.serve.tokens import Payload, carried
-from cdr_kernel.session import Session
-from cdr_kernel.session_token import StoreBehind, head_of
+from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
+from cdr_kernel.session._token import StoreBehind, head_of
 from cdr_kernel.store import FactStore
-from cdr_kernel.task import Exit, SubQuery, WindowReport
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.window import final_output
 

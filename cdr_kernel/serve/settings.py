@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.session import Session
-from cdr_kernel.task import Calibrated, SubQuery
+from cdr_kernel.session import Session, SubQuery
+from cdr_kernel.session._task import Calibrated
 from cdr_kernel.text._ngram_guard import HashKey
 from cdr_kernel.validation._scalars import check_bool
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel import bit_codes
-from cdr_kernel.bit_codes import BitReader, BitWriter
+from cdr_kernel.session import _bit_codes
+from cdr_kernel.session._bit_codes import BitReader, BitWriter
 
 HYPOTHESIS = settings(deadline=None, max_examples=200, derandomize=True)
 VALUES = st.one_of(st.integers(0, 9), st.integers(0, 5000), st.integers(0, 2**64))
@@ -64,7 +64,7 @@ def test_gaps_of_a_million_take_eleven_bits_and_a_half():
 
 def test_a_list_is_bounded(monkeypatch):
     raw = written([[1] * 9, []])
-    monkeypatch.setattr(bit_codes, "MOST_VALUES", 8)
+    monkeypatch.setattr(_bit_codes, "MOST_VALUES", 8)
     with pytest.raises(ValueError, match="at most 8 integers in one list, got 9"):
         written([[1] * 9, []])
     with pytest.raises(ValueError, match="at most 8 integers in one list, got 9"):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.task import Calibrated, EnvelopeTest, Feedback, SessionState, SubQuery, check_outputs
+from cdr_kernel.session._task import Calibrated, EnvelopeTest, Feedback, SessionState, SubQuery, check_outputs
 from cdr_kernel.text import NGramGuard, Tokenizer
 from cdr_kernel.text._token_hashes import HashKey
 from cdr_kernel.validation._scalars import check_integer, check_number, check_strings, check_text
 
 if TYPE_CHECKING:
-    from cdr_kernel.session import Session
+    from cdr_kernel.session._session import Session
 
 S = TypeVar("S", bound="Session")
 SCHEMA = 1

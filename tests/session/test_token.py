@@ -37,12 +37,11 @@ from cdr_kernel import (
     cdr_rank,
     depth_from_words,
     pack_facts,
-    session_json,
-    session_token,
 )
-from cdr_kernel.session_token import BLOB_LIMIT, TOKEN_LIMIT, StoreBehind, head_of
+from cdr_kernel.session import CoverageEntry, _serialize, _token
+from cdr_kernel.session._task import Feedback
+from cdr_kernel.session._token import BLOB_LIMIT, TOKEN_LIMIT, StoreBehind, head_of
 from cdr_kernel.sharded_store import ShardedStore
-from cdr_kernel.task import CoverageEntry, Feedback
 
 DIM = 16
 FACTS = 2600
@@ -207,7 +206,7 @@ def test_the_sizes_are_those_of_the_documentation(store, scale, depth, per_windo
         assert (blob is not None) == said.startswith("blob of ")
         size = len(token if blob is None else blob) / 1000
         assert abs(size - float(said.removeprefix("blob of ").removesuffix(" kB"))) <= 0.15, (mode, size)
-    page = (Path(__file__).parent.parent / "docs" / "tokens.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "tokens.md").read_text()
     assert f"| {spec} | {calibrated} |" in page
 
 
@@ -264,7 +263,7 @@ def test_what_fits_no_token_and_no_blob_is_refused(monkeypatch):
     for each in (long.token, long.token_and_blob, long.token_needs_blob):
         with pytest.raises(ValueError, match="id, settings and counters alone need 4"):
             each()
-    monkeypatch.setattr(session_token, "BLOB_LIMIT", 5000)
+    monkeypatch.setattr(_token, "BLOB_LIMIT", 5000)
     packed = make_session(exclude_packed=True)
     packed.update(report(), OUTPUT, envelope=make_envelope(100, ids=[f"{i:060}" for i in range(100)]))
     with pytest.raises(ValueError, match="a blob holds at most 5000 bytes"):
@@ -451,7 +450,7 @@ def test_settings_come_back_and_defaults_are_left_out():
     ):
         session = make_session(**keywords)
         twin = Session.from_token(session.token(), session.sub_queries, embedding_model=MODEL)
-        assert session_json._settings(twin) == session_json._settings(session)
+        assert _serialize._settings(twin) == _serialize._settings(session)
     assert head_of(make_session().token())["settings"] == {"embedding_model": MODEL}
     assert head_of(make_session(mode="calibrated", need_floor=0.0).token())["settings"] == {
         "embedding_model": MODEL, "mode": "calibrated", "need_floor": 0.0,
@@ -527,7 +526,7 @@ def test_every_byte_of_a_blob_counts(store):
         (made.token, "text", TypeError, "blob must be bytes or None"),
     ):
         with pytest.raises(error, match=said):
-            resumed(session, session_token.SessionToken(token, blob), store)
+            resumed(session, _token.SessionToken(token, blob), store)
 
 
 def forged(session, store, head=lambda data: None, body=lambda text: text):
@@ -539,21 +538,21 @@ def forged(session, store, head=lambda data: None, body=lambda text: text):
     head(data)
     raw = body(raw)
     try:
-        data["sha256"] = session_token._digest(data, session.sub_queries, raw)
+        data["sha256"] = _token._digest(data, session.sub_queries, raw)
     except (AttributeError, TypeError, ValueError):  # settings of which nobody makes a digest
         data["sha256"] = "0" * 64
-    return session_json._canonical(data).encode() + b"\n" + raw
+    return _serialize._canonical(data).encode() + b"\n" + raw
 
 
 def bits_of(coverage=(), packed=None, feedback=None, words=(0, 0, 0, 0)):
     """A body of these values, however wrong."""
-    writer = session_token.BitWriter()
+    writer = _token.BitWriter()
     writer.numbers(list(words))
-    session_token._put_coverage(writer, [(i, CoverageEntry("", None, depth, n)) for i, depth, n in coverage])
-    session_token._put_packed(writer, packed or {})
+    _token._put_coverage(writer, [(i, CoverageEntry("", None, depth, n)) for i, depth, n in coverage])
+    _token._put_packed(writer, packed or {})
     writer.bits(feedback is not None, 1)
     if feedback is not None:
-        session_token._put_ordered(writer, feedback)
+        _token._put_ordered(writer, feedback)
     return b"{}\n" + writer.to_bytes()
 
 
@@ -622,8 +621,8 @@ def test_any_body_is_a_session_or_refused(raw, json_first):
     session = make_session(mode="calibrated")
     raw = b"{}\n" + raw if json_first else raw
     data = {name: value for name, value in head_of(session.token()).items() if name != "sha256"}
-    data["sha256"] = session_token._digest(data, session.sub_queries, raw)
-    token = session_json._canonical(data).encode() + b"\n" + raw
+    data["sha256"] = _token._digest(data, session.sub_queries, raw)
+    token = _serialize._canonical(data).encode() + b"\n" + raw
     with contextlib.suppress(ValueError):
         Session.from_token(token, session.sub_queries, embedding_model=MODEL)
 

@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, run
 
 import numpy as np
 
-from cdr_kernel import session_json
-from cdr_kernel.bit_codes import BitReader, BitWriter
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.session_json import SCHEMA
+from cdr_kernel.session import _serialize
+from cdr_kernel.session._bit_codes import BitReader, BitWriter
+from cdr_kernel.session._serialize import SCHEMA
+from cdr_kernel.session._task import CoverageEntry, SessionState, SubQuery
 from cdr_kernel.spec.constants import MAX_DEPTH_FROM_WORDS
 from cdr_kernel.store._numbering import Numbering
-from cdr_kernel.task import CoverageEntry, SessionState, SubQuery
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Int64
 from cdr_kernel.validation._scalars import check_order, check_strings, check_text
 
 if TYPE_CHECKING:
-    from cdr_kernel.session import Session
+    from cdr_kernel.session._session import Session
 
 S = TypeVar("S", bound="Session")
 
@@ -93,26 +93,26 @@ def token_and_blob(session: Session, store: NumberedStore | None) -> SessionToke
     """See `Session.token_and_blob`."""
     state = session._state
     _check_store(store, session.embedding_model)
-    packed = state.packed if session_json._needs_packed(session) else {}
+    packed = state.packed if _serialize._needs_packed(session) else {}
     feedback = () if state.feedback is None else state.feedback.fact_ids
     numbers, origin = _numbers([*packed, *feedback], store)
     head: dict[str, Any] = {
         "v": SCHEMA,
         "id": session.id,
-        "settings": _shortened(session_json._settings(session)),
-        "guard": None if state.guard is None else session_json._guard_settings(state.guard),
-        **session_json._counters(state),
+        "settings": _shortened(_serialize._settings(session)),
+        "guard": None if state.guard is None else _serialize._guard_settings(state.guard),
+        **_serialize._counters(state),
     }
     if origin is not None:
         head["store"] = origin
     if session.keep_outputs:
-        head["outputs"] = session_json._outputs_hash(state.outputs)
+        head["outputs"] = _serialize._outputs_hash(state.outputs)
     body = _body(session, state, packed, numbers)
     head["sha256"] = _digest(head, session.sub_queries, body)
-    token = session_json._canonical(head).encode("ascii") + b"\n" + body
+    token = _serialize._canonical(head).encode("ascii") + b"\n" + body
     if len(token) <= TOKEN_LIMIT:
         return SessionToken(token, None)
-    token = session_json._canonical({**head, "blob": hashlib.sha256(body).hexdigest()}).encode("ascii")
+    token = _serialize._canonical({**head, "blob": hashlib.sha256(body).hexdigest()}).encode("ascii")
     if len(token) > TOKEN_LIMIT:
         raise ValueError(
             f"a session token holds at most {TOKEN_LIMIT} bytes, the session's id, settings and counters alone need "
@@ -171,10 +171,10 @@ def from_token(
                 "another version made it"
             )
         check_text(head["id"], "id")
-        own = session_json._token_guard(head["guard"], guard)
+        own = _serialize._token_guard(head["guard"], guard)
         data = {**head, "settings": _completed(head["settings"])}
-        texts = session_json._token_outputs(head.get("outputs"), outputs)
-        session = session_json._from_settings(kind, data, sub_queries, own)
+        texts = _serialize._token_outputs(head.get("outputs"), outputs)
+        session = _serialize._from_settings(kind, data, sub_queries, own)
         _restore(session, data, body, store, texts)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a session token: {error.args[0] if error.args else error}") from error
@@ -215,12 +215,12 @@ def _opened_head(token: bytes) -> tuple[dict[str, Any], bytes | None]:
         raise ValueError(f"a session token holds at most {TOKEN_LIMIT} bytes, got {len(token)}")
     text, newline, body = bytes(token).partition(b"\n")
     try:
-        head = session_json._parse(text.decode("ascii"))
+        head = _serialize._parse(text.decode("ascii"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not a session token: {error}") from error
     further = [name for name in ("store", "blob", "outputs") if name in head]
-    session_json._check_fields(head, " ".join([_HEAD, session_json._COUNTERS, *further]), "the head of the token")
-    if session_json._canonical(head).encode("ascii") != text:
+    _serialize._check_fields(head, " ".join([_HEAD, _serialize._COUNTERS, *further]), "the head of the token")
+    if _serialize._canonical(head).encode("ascii") != text:
         raise ValueError("not a session token: its head is not canonical JSON")
     if head["v"] != SCHEMA or type(head["v"]) is not int:
         raise ValueError(f"v must be {SCHEMA}, got {head['v']!r}")
@@ -234,14 +234,14 @@ def _digest(head: dict[str, Any], sub_queries: Sequence[SubQuery], body: bytes) 
     content = {
         "head": head,
         "settings": _completed(head["settings"]),
-        "sub_queries": [[item.id, session_json._pack_array(item.embedding, "<f8")] for item in sub_queries],
+        "sub_queries": [[item.id, _serialize._pack_array(item.embedding, "<f8")] for item in sub_queries],
     }
-    return hashlib.sha256(session_json._canonical(content).encode("ascii") + b"\n" + body).hexdigest()
+    return hashlib.sha256(_serialize._canonical(content).encode("ascii") + b"\n" + body).hexdigest()
 
 
 def _shortened(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings without those that have their default."""
-    default, canonical = _default_settings(settings["mode"]), session_json._canonical
+    default, canonical = _default_settings(settings["mode"]), _serialize._canonical
     return {name: value for name, value in settings.items() if canonical(value) != canonical(default.get(name))}
 
 
@@ -253,10 +253,10 @@ def _completed(settings: Any) -> dict[str, Any]:
 @cache
 def _default_settings(mode: str) -> dict[str, Any]:
     """All settings of a session that was given none. Without the model, which has no default."""
-    from cdr_kernel.session import Session
+    from cdr_kernel.session._session import Session
 
     item = SubQuery("default", "default", "", np.ones(1))
-    settings = session_json._settings(Session([item], embedding_model="default", mode=mode, guard=False))
+    settings = _serialize._settings(Session([item], embedding_model="default", mode=mode, guard=False))
     del settings["embedding_model"]
     return settings | {"mode": "spec"}
 
@@ -287,7 +287,7 @@ def _body(session: Session, state: SessionState, packed: Mapping[str, int], numb
         if foreign:
             unnumbered["feedback"] = foreign
         _put_ordered(bits, [number for _, number in feedback if number is not None])
-    return session_json._canonical(unnumbered).encode("ascii") + b"\n" + bits.to_bytes()
+    return _serialize._canonical(unnumbered).encode("ascii") + b"\n" + bits.to_bytes()
 
 
 def _restore(
@@ -296,7 +296,7 @@ def _restore(
     """Replace the fresh state of a session just made by what the head and the body say."""
     text, _, raw = body.partition(b"\n")
     try:
-        unnumbered = session_json._parse(text.decode("ascii"))
+        unnumbered = _serialize._parse(text.decode("ascii"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not a session token: {error}") from error
     if unnumbered.keys() - {"packed", "feedback"}:
@@ -313,17 +313,17 @@ def _restore(
     for window, numbers in windows.items():
         packed |= {id: window for id in (next(names) for _ in numbers) if id is not None}
     foreign = unnumbered.get("packed", {})
-    if not isinstance(foreign, dict) or ((windows or foreign) and not session_json._needs_packed(session)):
+    if not isinstance(foreign, dict) or ((windows or foreign) and not _serialize._needs_packed(session)):
         raise ValueError(f"packed must be an object, and only where packed facts matter, got {foreign!r:.200}")
     feedback: list[Any] | None = None if ordered is None else list(names)
-    for entry in session_json._check_list(unnumbered.get("feedback", []), "feedback"):
-        place, id = session_json._check_list(entry, "a fact of feedback")
+    for entry in _serialize._check_list(unnumbered.get("feedback", []), "feedback"):
+        place, id = _serialize._check_list(entry, "a fact of feedback")
         if feedback is None or type(place) is not int or not 0 <= place <= len(feedback) or not isinstance(id, str):
             raise ValueError(f"feedback must list [place, id] in its order, got {entry!r:.200}")
         feedback.insert(place, id)
     if feedback is not None and session.calibrated is None:
         raise ValueError('feedback belongs to mode "calibrated", the token is of another')
-    session_json._restore(
+    _serialize._restore(
         session,
         {**data, "packed": packed | foreign, "feedback": feedback and [id for id in feedback if id is not None]},
         coverage,

@@ -19,10 +19,9 @@ from cdr_kernel import reference
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.pack import Envelope
 from cdr_kernel.rank import Ranking
-from cdr_kernel.session import Session
+from cdr_kernel.session import Session, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.spec.constants import EXIT_REASONS, Depth
 from cdr_kernel.store._fact_store import Fact
-from cdr_kernel.task import SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.text import NGramGuard
 
 MODEL = "m1"
@@ -982,7 +981,7 @@ def test_outputs_go_along_in_json_and_their_digest_in_the_token(monkeypatch):
     assert session.outputs[2:] == ("left", "right")
     with pytest.raises(ValueError, match="both keep outputs"):
         make_session(keep_outputs=True).merge([make_session()])
-    monkeypatch.setattr("cdr_kernel.task.MOST_OUTPUT_CHARACTERS", 27)
+    monkeypatch.setattr("cdr_kernel.session._task.MOST_OUTPUT_CHARACTERS", 27)
     before = session.to_json()
     with pytest.raises(ValueError, match=r"at most 27 characters in all, got 28.*keep_outputs=False"):
         session.update(report(), "twice!")

@@ -23,13 +23,27 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel import session_json, session_token
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.packed import PackedContext
 from cdr_kernel.score import Columns
-from cdr_kernel.session_token import NumberedStore, SessionToken
+from cdr_kernel.session import _serialize, _token
+from cdr_kernel.session._envelope import PackedContext
+from cdr_kernel.session._task import (
+    EXHAUSTIONS,
+    MOST_WORDS,
+    Calibrated,
+    CoverageEntry,
+    EnvelopeTest,
+    Exit,
+    Feedback,
+    SessionEnded,
+    SessionState,
+    SubQuery,
+    WindowReport,
+    check_outputs,
+)
+from cdr_kernel.session._token import NumberedStore, SessionToken
 from cdr_kernel.spec.constants import (
     CDR_MIN_RELEVANCE,
     CKF_EXHAUSTED,
@@ -46,20 +60,6 @@ from cdr_kernel.spec.constants import (
     SAFETY_BUDGET_DEPLETED,
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
-)
-from cdr_kernel.task import (
-    EXHAUSTIONS,
-    MOST_WORDS,
-    Calibrated,
-    CoverageEntry,
-    EnvelopeTest,
-    Exit,
-    Feedback,
-    SessionEnded,
-    SessionState,
-    SubQuery,
-    WindowReport,
-    check_outputs,
 )
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
@@ -649,7 +649,7 @@ class Session:
         Vectors are base64 of little-endian float64, hashes of little-endian uint64. A replaced tokenizer goes
         in by its name only, a hash key by its fingerprint.
         """
-        return session_json.to_json(self)
+        return _serialize.to_json(self)
 
     @classmethod
     def from_json(cls, text: str, *, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None) -> Self:
@@ -658,7 +658,7 @@ class Session:
         tokenizer, hash_key: needed when the guard had its own; name and fingerprint must be those in the file.
         ValueError that says what is wrong for anything that `to_json` does not write.
         """
-        return session_json.from_json(cls, text, tokenizer=tokenizer, hash_key=hash_key)
+        return _serialize.from_json(cls, text, tokenizer=tokenizer, hash_key=hash_key)
 
     def token(self, store: NumberedStore | None = None) -> bytes:
         """What a gateway signs and hands around: 4,096 bytes at most (SPEC-007).
@@ -679,11 +679,11 @@ class Session:
             ValueError: If 4,096 bytes do not suffice. `token_needs_blob` says so in advance.
             EmbeddingModelMismatch: If the store is of another model.
         """
-        return session_token.token(self, store)
+        return _token.token(self, store)
 
     def token_needs_blob(self, store: NumberedStore | None = None) -> bool:
         """Whether the session as it is now needs a blob beside its token. See `token_and_blob`."""
-        return session_token.token_and_blob(self, store).blob is not None
+        return _token.token_and_blob(self, store).blob is not None
 
     def token_and_blob(self, store: NumberedStore | None = None) -> SessionToken:
         """The token, and the rest of the session where 4,096 bytes do not suffice.
@@ -700,7 +700,7 @@ class Session:
             ValueError: If the id and the settings alone exceed a token, or the rest a blob. Use `to_json` then.
             EmbeddingModelMismatch: If the store is of another model.
         """
-        return session_token.token_and_blob(self, store)
+        return _token.token_and_blob(self, store)
 
     @classmethod
     def from_token(
@@ -736,7 +736,7 @@ class Session:
                 `session_token.StoreBehind` where the store has not seen all facts of the token yet.
         """
         rest: dict[str, Any] = {"guard": guard, "store": store, "blob": blob, "outputs": outputs}
-        return session_token.from_token(cls, token, sub_queries, embedding_model=embedding_model, **rest)
+        return _token.from_token(cls, token, sub_queries, embedding_model=embedding_model, **rest)
 
     def _set_task(self, items: tuple[SubQuery, ...]) -> None:
         """Take these sub-queries, which are checked, for the task."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from cdr_kernel.task import Feedback
+from cdr_kernel.session._task import Feedback
 from cdr_kernel.validation._arrays import Float64
 
 

@@ -1,0 +1,8 @@
+"""The state of one task over its windows."""
+
+from __future__ import annotations
+
+from cdr_kernel.session._session import Session
+from cdr_kernel.session._task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
+
+__all__ = ["CoverageEntry", "Exit", "Session", "SessionEnded", "SubQuery", "WindowReport", "depth_from_words"]
