@@ -20,10 +20,8 @@ if _find_spec("cdr_kernel._C") is None:  # as in a checkout that hides an instal
 
 from cdr_kernel.assess import assess
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
-from cdr_kernel.explain import Explanation, explain
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
-from cdr_kernel.pack import Envelope, pack_facts
-from cdr_kernel.rank import Ranking, cdr_rank, rank_many
+from cdr_kernel.rank import Envelope, Explanation, Ranking, cdr_rank, explain, pack_facts, rank_many
 from cdr_kernel.retrieve import Candidates, GateReport, Retriever, gate_report, suggest_min_relevance
 from cdr_kernel.score import Columns, Scores, available_impls, cdr_score
 from cdr_kernel.session import CoverageEntry, Exit, Session, SessionEnded, SubQuery, WindowReport, depth_from_words

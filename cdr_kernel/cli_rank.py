@@ -19,8 +19,8 @@ from cdr_kernel.cli_options import (
     WhereMissingOption,
     WhereOption,
 )
-from cdr_kernel.explain import explain_vectors
 from cdr_kernel.files import read_vectors
+from cdr_kernel.rank._explain import explain_vectors
 from cdr_kernel.retrieve import Candidates
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.store._attributes import Where

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdr_kernel.pack import Envelope
+from cdr_kernel.rank import Envelope
 from cdr_kernel.session import Exit, Session
 from cdr_kernel.spec.constants import CKF_EXHAUSTED, GUARANTEE_COVERAGE_SCORE, IN_PROGRESS, LIMIT_REACHED
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.pack import pack_facts
 from cdr_kernel.quality_data import Case, Corpus
 from cdr_kernel.quality_run import Run
-from cdr_kernel.rank import cdr_rank
+from cdr_kernel.rank import cdr_rank, pack_facts
 from cdr_kernel.session import Session, WindowReport
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Int64

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.files import Task
-from cdr_kernel.frame import BREAKDOWN
-from cdr_kernel.pack import count_tokens_default
+from cdr_kernel.rank._pack import count_tokens_default
+from cdr_kernel.rank._tables import BREAKDOWN
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.text import tokenize

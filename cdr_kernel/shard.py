@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.concurrency._forks import Lock
-from cdr_kernel.evidence import (
+from cdr_kernel.partition import Write, facts_in, placed, put
+from cdr_kernel.rank import Ranking
+from cdr_kernel.rank._calibrated import (
     Added,
     Asked,
     Evidence,
@@ -30,9 +32,8 @@ from cdr_kernel.evidence import (
     unit_rows,
     word_sums,
 )
-from cdr_kernel.frame import BREAKDOWN
-from cdr_kernel.partition import Write, facts_in, placed, put
-from cdr_kernel.rank import Question, Ranking, multipliers
+from cdr_kernel.rank._cdr_rank import Question, multipliers
+from cdr_kernel.rank._tables import BREAKDOWN
 from cdr_kernel.retrieve import retriever_on
 from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
 from cdr_kernel.retrieve._calibration import Sums

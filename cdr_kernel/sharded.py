@@ -27,10 +27,12 @@ from numpy.typing import NDArray
 
 from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.concurrency._forks import Lock, cached_property
-from cdr_kernel.evidence import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.partition import put
-from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, check_named
+from cdr_kernel.rank import Ranking, cdr_rank
+from cdr_kernel.rank._calibrated import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
+from cdr_kernel.rank._cdr_rank import Multiplier, check_named
+from cdr_kernel.rank._counterfactual import Question, StoreChanged
 from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
 from cdr_kernel.retrieve._calibration import Calibration, Sums
 from cdr_kernel.score._cdr_score import best_first
@@ -53,7 +55,6 @@ from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.text._ngram_guard import TokenRows
 from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor
-from cdr_kernel.whatif import Question, StoreChanged
 
 __all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]
 

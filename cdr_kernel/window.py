@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
-from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
-from cdr_kernel.rank import Ranking, Ranks, cdr_rank, newest_in
+from cdr_kernel.rank import Envelope, Ranking, cdr_rank, pack_facts
+from cdr_kernel.rank._cdr_rank import Ranks, newest_in
+from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Exit, Session, WindowReport
 from cdr_kernel.spec.constants import LIMIT_REACHED, TASK_COMPLETE

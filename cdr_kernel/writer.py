@@ -19,7 +19,7 @@ import numpy as np
 
 from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.exceptions import WriterError
-from cdr_kernel.pack import Envelope
+from cdr_kernel.rank import Envelope
 from cdr_kernel.session import Session, WindowReport
 from cdr_kernel.store import FactStore
 from cdr_kernel.validation._scalars import check_number

@@ -131,5 +131,5 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "build" / "docs" / "api.html").read_text()
-    for name in ("cdr_kernel.cdr_rank", "cdr_kernel.explain.explain", "cdr_kernel.Session.update"):
+    for name in ("cdr_kernel.cdr_rank", "cdr_kernel.rank._explain.explain", "cdr_kernel.Session.update"):
         assert f'id="{name}"' in page

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from cdr_kernel import reference
 from cdr_kernel.headers import ONBOARDING_HINT, band, crp_headers, guarantee_holds
-from cdr_kernel.pack import Envelope, pack_facts
-from cdr_kernel.rank import Ranking
+from cdr_kernel.rank import Envelope, Ranking, pack_facts
 from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
 from cdr_kernel.spec.constants import EXIT_REASONS
 from cdr_kernel.store._fact_store import Fact

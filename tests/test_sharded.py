@@ -37,8 +37,8 @@ from cdr_kernel import (
 from cdr_kernel import partition as partition_module
 from cdr_kernel import sharded as sharded_module
 from cdr_kernel.calls import Limits, ReplicaLost
-from cdr_kernel.explain import explain_vectors
 from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, owners, partition
+from cdr_kernel.rank._explain import explain_vectors
 from cdr_kernel.shard import ARRAYS, Answer, Change, Reply, Request, Shard
 from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
 from cdr_kernel.sharded_store import ThreadReplica

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 from cdr_kernel.assess import assess as count_words
 from cdr_kernel.concurrency._forks import Lock
-from cdr_kernel.pack import Envelope, count_tokens_default
-from cdr_kernel.rank import Ranking, cdr_rank, newest_in
+from cdr_kernel.rank import Envelope, Ranking, cdr_rank
+from cdr_kernel.rank._cdr_rank import newest_in
+from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Exit, Session, WindowReport
 from cdr_kernel.store import FactStore

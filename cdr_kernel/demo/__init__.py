@@ -14,8 +14,7 @@ import numpy as np
 
 from cdr_kernel.assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
-from cdr_kernel.pack import pack_facts
-from cdr_kernel.rank import cdr_rank
+from cdr_kernel.rank import cdr_rank, pack_facts
 from cdr_kernel.record import RunRecord
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session, SubQuery

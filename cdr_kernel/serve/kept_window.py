@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cdr_kernel.frame import BREAKDOWN
-from cdr_kernel.pack import Envelope
-from cdr_kernel.rank import Ranking
+from cdr_kernel.rank import Envelope, Ranking
+from cdr_kernel.rank._tables import BREAKDOWN
 from cdr_kernel.session._task import Feedback
 from cdr_kernel.store._fact_store import Fact
 

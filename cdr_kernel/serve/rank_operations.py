@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from cdr_kernel.headers import band, crp_headers, guarantee_holds
-from cdr_kernel.pack import Envelope, count_tokens_default, pack_steps
-from cdr_kernel.rank import Ranking
+from cdr_kernel.rank import Envelope, Ranking
+from cdr_kernel.rank._pack import count_tokens_default, pack_steps
 from cdr_kernel.score import Columns, Scores, cdr_score
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.batching import Ask

@@ -14,8 +14,8 @@ import numpy as np
 
 from cdr_kernel.assess import WordCount, has_token, sentence_candidates, threshold_steps
 from cdr_kernel.headers import COVERAGE_SCORE, GUARD_ACTIVATIONS, crp_headers
-from cdr_kernel.pack import Envelope
-from cdr_kernel.rank import StoredNovelty
+from cdr_kernel.rank import Envelope
+from cdr_kernel.rank._cdr_rank import StoredNovelty
 from cdr_kernel.serve import schema
 from cdr_kernel.serve.errors import Refusal, invalid, not_found, too_large_answer, unavailable
 from cdr_kernel.serve.fact_operations import done_of, keyed, replay

@@ -15,7 +15,7 @@ from cdr_kernel import FactStore, NGramGuard, Session, SubQuery, WindowReport, a
 from cdr_kernel.assess import WordCount, has_token, sentence_candidates, split_sentences
 from cdr_kernel.assess import similarity_thresholds as thresholds_at_once
 from cdr_kernel.concurrency._steps import finish
-from cdr_kernel.pack import pack_steps
+from cdr_kernel.rank._pack import pack_steps
 from cdr_kernel.text import _token_hashes, tokenize
 from cdr_kernel.text._tokenize import pieces
 

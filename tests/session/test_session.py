@@ -17,8 +17,7 @@ from timing import seconds
 
 from cdr_kernel import reference
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.pack import Envelope
-from cdr_kernel.rank import Ranking
+from cdr_kernel.rank import Envelope, Ranking
 from cdr_kernel.session import Session, SessionEnded, SubQuery, WindowReport, depth_from_words
 from cdr_kernel.spec.constants import EXIT_REASONS, Depth
 from cdr_kernel.store._fact_store import Fact

@@ -20,15 +20,15 @@ from cdr_kernel import (
     WindowReport,
     cdr_rank,
     crp_headers,
-    evidence,
     pack_facts,
     rank_many,
     reference,
     run_windows,
 )
-from cdr_kernel.evidence import ask
 from cdr_kernel.files import Task
 from cdr_kernel.headers import guarantee_holds
+from cdr_kernel.rank import _calibrated
+from cdr_kernel.rank._calibrated import ask
 from cdr_kernel.record import RunRecord
 from cdr_kernel.score._cdr_score import Factors, passing_scores
 
@@ -222,11 +222,11 @@ def test_codes_find_the_same_facts_for_the_feedback(seed, monkeypatch):
     same = np.repeat(r.standard_normal((8, 6)) + 0.5, 5, axis=0)  # ties
     store.add([f"late{i}" for i in range(40)], texts, same)
     store.remove(store.ids[:150:7])
-    monkeypatch.setattr(evidence, "_SOME", 6)
-    monkeypatch.setattr(evidence, "_SAMPLE", 24)
+    monkeypatch.setattr(_calibrated, "_SOME", 6)
+    monkeypatch.setattr(_calibrated, "_SAMPLE", 24)
     computed = []
-    values = evidence._values
-    monkeypatch.setattr(evidence, "_values", lambda *of: [computed.append(len(of[-1])), values(*of)][1])
+    values = _calibrated._values
+    monkeypatch.setattr(_calibrated, "_values", lambda *of: [computed.append(len(of[-1])), values(*of)][1])
     for weight in (0.0, 0.25, 3.0):
         session = calibrated(items, lexical_weight=weight)
         first = cdr_rank(query, Retriever(store), session)
@@ -243,8 +243,8 @@ def test_numbers_of_rows_are_found_whichever_are_fewer(known, rows):
     known, rows = (np.array(sorted(each), np.int64) for each in (known, rows))
     pair = (known, np.stack([known * 2.0 + 1.0, known * 3.0], axis=1))
     expected = [[row * 2.0 + 1.0, row * 3.0] if row in known else [0.0, 0.0] for row in rows.tolist()]
-    assert evidence._taken(pair, rows).tolist() == expected
-    assert evidence._taken((known, pair[1][:, 0]), rows).tolist() == [first for first, _ in expected]
+    assert _calibrated._taken(pair, rows).tolist() == expected
+    assert _calibrated._taken((known, pair[1][:, 0]), rows).tolist() == [first for first, _ in expected]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -255,11 +255,13 @@ def test_codes_find_the_same_best_facts_for_every_bound(seed, monkeypatch):
     store.add([f"f{i}" for i in range(60)], texts, r.standard_normal((60, dim)).round(1) + 0.01)
     coded, plain, view = Retriever(store), Retriever(store), store.view()
     coded.prepare()
-    monkeypatch.setattr(evidence, "_SOME", int(r.integers(1, 40)))
-    monkeypatch.setattr(evidence, "_SAMPLE", int(r.integers(1, 60)))
+    monkeypatch.setattr(_calibrated, "_SOME", int(r.integers(1, 40)))
+    monkeypatch.setattr(_calibrated, "_SAMPLE", int(r.integers(1, 60)))
     session = calibrated(some_items(r, dim), lexical_weight=float(r.choice([0.05, 0.25, 1.0, 3.0])))
-    made = evidence.gathered(session, session.calibrated, evidence._Here(plain, view))
-    for first, second in zip(evidence.best_rows(made, plain, view), evidence.best_rows(made, coded, view), strict=True):
+    made = _calibrated.gathered(session, session.calibrated, _calibrated._Here(plain, view))
+    for first, second in zip(
+        _calibrated.best_rows(made, plain, view), _calibrated.best_rows(made, coded, view), strict=True
+    ):
         assert first[1].tolist() == second[1].tolist()
         assert first[0].tobytes() == second[0].tobytes()
 
@@ -684,8 +686,8 @@ def test_enough_facts_qualify_among_some(world):
 def test_the_gate_is_lowered_once(world, monkeypatch):
     store, items, query = world
     retriever, calls = Retriever(store), []
-    best_z = evidence.best_z
-    monkeypatch.setattr(evidence, "best_z", lambda *of: [calls.append(1), best_z(*of)][1])
+    best_z = _calibrated.best_z
+    monkeypatch.setattr(_calibrated, "best_z", lambda *of: [calls.append(1), best_z(*of)][1])
     for least in (20, 1000):
         calls.clear()
         sessions = [calibrated(items, gate=1.5, min_qualified=least) for _ in range(2)]

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from cdr_kernel.whatif import Change, _least
+from cdr_kernel.rank import Change
+from cdr_kernel.rank._counterfactual import _least
 
 
 @pytest.mark.parametrize("now", [0.0, 5e-324, 0.3, 1.0, 1e30])

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdr_kernel import FactStore, pack, reference
-from cdr_kernel.pack import Envelope, count_tokens_default, pack_facts
-from cdr_kernel.rank import Ranking
+from cdr_kernel import FactStore, reference
+from cdr_kernel.rank import Envelope, Ranking, _pack, pack_facts
+from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.store._stored_facts import StoredFacts
 
@@ -289,7 +289,7 @@ def test_packing_by_need_is_that_of_whole_lists(data, first):
         by_sub_query=values.reshape(n, subs),
         need=need,
     )
-    with patch.object(pack, "_FIRST", first):
+    with patch.object(_pack, "_FIRST", first):
         envelope = pack_facts(ranking, budget, count_tokens=len, max_facts=most)
     taken, skipped = by_need(ranking, lengths, budget, most)
     assert packed(envelope) == [f"f{i}" for i in taken]
@@ -313,9 +313,9 @@ def test_packing_by_need_orders_and_makes_few_facts(monkeypatch):
     plain = replace(make_ranking(["x"] * 3000), by_sub_query=values, need=(1.0, 0.7, 0.35))
     ranking = replace(plain, facts=StoredFacts(view, np.arange(3000)))
     made, ordered = [], []
-    of, best = type(view).facts, pack.best_first
+    of, best = type(view).facts, _pack.best_first
     monkeypatch.setattr(type(view), "facts", lambda self, rows: made.extend(rows) or of(self, rows))
-    monkeypatch.setattr(pack, "best_first", lambda *given: ordered.append(given[2]) or best(*given))
+    monkeypatch.setattr(_pack, "best_first", lambda *given: ordered.append(given[2]) or best(*given))
     envelope = pack_facts(ranking, 40, count_tokens=len)
     assert sorted(made) == sorted(fact.sequence for fact in envelope.facts)
     assert ordered == [64, 64, 64]

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cdr_kernel import frame
-from cdr_kernel.pack import count_tokens_default
-from cdr_kernel.rank import Multiplier, Ranks
+from cdr_kernel.rank import _tables
+from cdr_kernel.rank._cdr_rank import Multiplier, Ranks
+from cdr_kernel.rank._counterfactual import UNLIMITED, Change, Gate, Pull, Push, Question, Room, StoreChanged, WhatIf
+from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Columns
 from cdr_kernel.session import CoverageEntry, Session, SubQuery
@@ -23,7 +24,6 @@ from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRA
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.validation._arrays import as_vector
-from cdr_kernel.whatif import UNLIMITED, Change, Gate, Pull, Push, Question, Room, StoreChanged, WhatIf
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -107,7 +107,7 @@ class Explanation:
         last = None if self.last is None else {"id": self.last[0].id, "score": self.last[1]}
         return {**asdict(self.fact), **data, "last": last, "summary": self.summary}
 
-    def tables(self) -> Iterator[frame.Table]:
+    def tables(self) -> Iterator[_tables.Table]:
         """What is shown: factors, pulls, pushes, n-grams and changes, each where there are any."""
         penalty = 1.0 - self.ngram_penalty
         rows: list[tuple[Any, ...]] = [
@@ -119,21 +119,21 @@ class Explanation:
             ("1 - n-gram penalty", penalty, f"{self.ngram_overlap} blacklisted n-grams"),
             ("score", self.score, "the product; of relevance and pull the larger"),
         ]
-        yield frame.Table("Factors", ("factor", "value", ""), rows)
+        yield _tables.Table("Factors", ("factor", "value", ""), rows)
         if self.pulls:
-            yield frame.Table(
+            yield _tables.Table(
                 "Pulls: sub-queries",
                 ("sub-query", "value", "weight", ""),
                 [(p.label, p.value, p.weight, "pulled" if p.pulled else "") for p in self.pulls],
             )
         if self.pushes:
-            yield frame.Table(
+            yield _tables.Table(
                 "Pushes: what is covered" if self.coverage else "Covered so far: takes no part here",
                 ("sub-query", "window", "depth", "cosine", "share"),
                 [(p.label, p.window_number, p.depth_weight, p.cosine, p.share) for p in self.pushes],
             )
         if self.ngrams:
-            yield frame.Table("Written already", ("passage",), [(text,) for text in self.ngrams])
+            yield _tables.Table("Written already", ("passage",), [(text,) for text in self.ngrams])
         if self.status != "packed":
             title = "Any one of these would put it into the envelope"
             if self.min_relevance is not None:
@@ -141,7 +141,7 @@ class Explanation:
             changes: list[tuple[Any, ...]] = [(change.text,) for change in self.changes]
             if self.min_relevance is not None and self.place is not None:
                 changes = [("nothing more",)]
-            yield frame.Table(title, ("change",), changes or [("no single change",)])
+            yield _tables.Table(title, ("change",), changes or [("no single change",)])
 
     def _pulled(self) -> str:
         best = next((pull.label for pull in self.pulls if pull.pulled), None)
@@ -153,19 +153,19 @@ class Explanation:
         return f"<Explanation of {self.fact.id!r}: {self.summary}>"
 
     def __str__(self) -> str:
-        parts = [f"{self.fact.id}: {frame.one_line(self.fact.text)}", self.summary]
-        return "\n\n".join(["\n".join(parts), *map(frame.plain, self.tables())])
+        parts = [f"{self.fact.id}: {_tables.one_line(self.fact.text)}", self.summary]
+        return "\n\n".join(["\n".join(parts), *map(_tables.plain, self.tables())])
 
     def __rich__(self) -> Group:
         from rich.console import Group
         from rich.text import Text
 
-        head = Text(f"{self.fact.id}: {frame.one_line(self.fact.text)}\n{self.summary}")
-        return Group(head, *(frame.rich_table(table) for table in self.tables()))
+        head = Text(f"{self.fact.id}: {_tables.one_line(self.fact.text)}\n{self.summary}")
+        return Group(head, *(_tables.rich_table(table) for table in self.tables()))
 
     def _repr_html_(self) -> str:
-        head = f"<p><b>{frame.escape(self.fact.id)}</b>: {frame.escape(self.fact.text)}<br>{frame.escape(self.summary)}"
-        return head + "</p>" + "".join(map(frame.html, self.tables()))
+        head = f"<p><b>{_tables.escape(self.fact.id)}</b>: {_tables.escape(self.fact.text)}<br>{_tables.escape(self.summary)}"
+        return head + "</p>" + "".join(map(_tables.html, self.tables()))
 
 
 def explain(

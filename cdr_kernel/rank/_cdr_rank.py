@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel import _C, frame
+from cdr_kernel import _C
 from cdr_kernel.concurrency._forks import cached_property
-from cdr_kernel.evidence import Asked, ask, best_z, with_enough
 from cdr_kernel.exceptions import EmbeddingModelMismatch
+from cdr_kernel.rank import _tables
+from cdr_kernel.rank._calibrated import Asked, ask, best_z, with_enough
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.retrieve._window_cache import KeptRows, Shares
 from cdr_kernel.score import Columns, Scores
@@ -164,24 +165,24 @@ class Ranking:
         """A `pyarrow.Table`, one row per fact, best first: rank (from 1), id, score, score_without_guard, relevance,
         coverage, residual_pull, novelty, ngram_overlap, ngram_penalty, importance, multiplier, source, position,
         sequence, text; by_sub_query, a list, where there is one. source and position may be null."""
-        return frame.arrow(self)
+        return _tables.arrow(self)
 
     def to_pandas(self) -> pandas.DataFrame:
         """`to_arrow` as a `pandas.DataFrame`. ImportError where pandas (extra `pandas`) is not installed."""
-        return frame.pandas_frame(self)
+        return _tables.pandas_frame(self)
 
     def __repr__(self) -> str:
         best = f", best {self.facts[0].id!r} at {self.score[0]:.4f}" if self.facts else ""
-        return f"<Ranking of {counted(len(self), 'fact')}, {self.qualified} qualified{best}{frame.missing(self)}>"
+        return f"<Ranking of {counted(len(self), 'fact')}, {self.qualified} qualified{best}{_tables.missing(self)}>"
 
     def __str__(self) -> str:
-        return frame.plain(frame.shown(self))
+        return _tables.plain(_tables.shown(self))
 
     def __rich__(self) -> Group:
-        return frame.rich_table(frame.shown(self))
+        return _tables.rich_table(_tables.shown(self))
 
     def _repr_html_(self) -> str:
-        return frame.html(frame.shown(self))
+        return _tables.html(_tables.shown(self))
 
     def take(self, positions: Any) -> Ranking:
         """The facts at these positions, in this order, with the same counters."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cdr_kernel import FactStore, NGramGuard, Retriever, Session, SubQuery, WindowReport, cdr_rank, explain, pack_facts
 from cdr_kernel.cli import app
-from cdr_kernel.explain import STATUSES, explain_vectors
+from cdr_kernel.rank._explain import STATUSES, explain_vectors
 
 DIM = 12
 NUMBERS = "score score_without_guard relevance coverage residual_pull novelty ngram_overlap ngram_penalty importance"

@@ -26,7 +26,7 @@ from cdr_kernel.store._stored_facts import sequences_of, text_of
 from cdr_kernel.validation._scalars import check_integer, counted, few
 
 if TYPE_CHECKING:
-    from cdr_kernel.rank import Ranking
+    from cdr_kernel.rank._cdr_rank import Ranking
     from cdr_kernel.store._fact_store import Fact
 
 _ROOM = 64

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import _C
-from cdr_kernel.evidence import Asked, ask, with_enough
-from cdr_kernel.pack import pack_facts, turns
-from cdr_kernel.rank import Multiplier, Ranking, cdr_rank, multipliers
+from cdr_kernel.rank._calibrated import Asked, ask, with_enough
+from cdr_kernel.rank._cdr_rank import Multiplier, Ranking, cdr_rank, multipliers
+from cdr_kernel.rank._pack import pack_facts, turns
 from cdr_kernel.score import Columns, Scores
 from cdr_kernel.score._cdr_score import Factors, best_first, check_product, passing_scores
 from cdr_kernel.score._columns import COVERAGE

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cdr_kernel import FactStore, Ranking, Retriever, Session, SubQuery, cdr_rank
-from cdr_kernel.frame import BREAKDOWN, MOST_ROWS, Table, plain
+from cdr_kernel.rank._tables import BREAKDOWN, MOST_ROWS, Table, plain
 
 
 def ranking(n=4, mode="spec", texts=None):
