@@ -18,9 +18,8 @@ if _find_spec("cdr_kernel._C") is None:  # as in a checkout that hides an instal
         "checkout, or run from another folder to use the package that is installed"
     )
 
-from cdr_kernel.assess import assess
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
-from cdr_kernel.headers import band, crp_headers, guarantee_holds
+from cdr_kernel.loop import Window, WindowPrompt, assemble, assess, band, crp_headers, guarantee_holds, run_windows
 from cdr_kernel.rank import Envelope, Explanation, Ranking, cdr_rank, explain, pack_facts, rank_many
 from cdr_kernel.retrieve import Candidates, GateReport, Retriever, gate_report, suggest_min_relevance
 from cdr_kernel.score import Columns, Scores, available_impls, cdr_score
@@ -30,7 +29,6 @@ from cdr_kernel.spec.constants import Depth
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Fact, StoreView
 from cdr_kernel.text import NGramGuard, repetition, tokenize
-from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows
 
 try:
     __version__ = version("cdr-kernel")

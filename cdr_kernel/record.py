@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel.files import Task
+from cdr_kernel.loop import Window
 from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.rank._tables import BREAKDOWN
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.text import tokenize
-from cdr_kernel.window import Window
 
 RUN_SCHEMA = 1
 

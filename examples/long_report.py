@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from cdr_kernel import Retriever, Session, WindowPrompt, WindowReport, demo, run_windows
+from cdr_kernel.loop import ExtractWriter
 from cdr_kernel.record import RunRecord
 from cdr_kernel.report import write_report
 from cdr_kernel.storemap import StoreMap
-from cdr_kernel.writer import ExtractWriter
 
 
 def prompt_of(prompt: WindowPrompt) -> str:

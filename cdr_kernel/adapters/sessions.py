@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from cdr_kernel.assess import assess as count_words
 from cdr_kernel.concurrency._forks import Lock
+from cdr_kernel.loop import assess as count_words
 from cdr_kernel.rank import Envelope, Ranking, cdr_rank
 from cdr_kernel.rank._cdr_rank import newest_in
 from cdr_kernel.rank._pack import count_tokens_default
@@ -33,7 +33,7 @@ class Sessions:
 
     source: a Session, or many by id (a mapping, or a function that returns the same Session for the same id); then
     every call names a session_id. assess: an output to its WindowReport, where ``update`` is given none; by default
-    ``cdr_kernel.assess`` without an embedder, which counts words. tokenizer, hash_key: those of the sessions' n-gram
+    ``cdr_kernel.loop._assess`` without an embedder, which counts words. tokenizer, hash_key: those of the sessions' n-gram
     guards, where they are not the default.
 
     What ``rank`` and ``rerank`` hand out last, per session, counts as the window's envelope. One that is empty because

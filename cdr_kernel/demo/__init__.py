@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
+from cdr_kernel.loop import ExtractWriter, Window, WindowPrompt, run_windows
+from cdr_kernel.loop._assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.rank import cdr_rank, pack_facts
 from cdr_kernel.record import RunRecord
 from cdr_kernel.retrieve import Retriever
@@ -23,8 +24,6 @@ from cdr_kernel.store import FactStore
 from cdr_kernel.store._stored_facts import sequences_of
 from cdr_kernel.storemap import StoreMap
 from cdr_kernel.validation._arrays import Float64
-from cdr_kernel.window import Window, WindowPrompt, run_windows
-from cdr_kernel.writer import ExtractWriter
 
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"
 MIN_RELEVANCE = 0.30

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cdr_kernel.headers import band, crp_headers, guarantee_holds
+from cdr_kernel.loop import band, crp_headers, guarantee_holds
 from cdr_kernel.rank import Envelope, Ranking
 from cdr_kernel.rank._pack import count_tokens_default, pack_steps
 from cdr_kernel.score import Columns, Scores, cdr_score

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cdr_kernel.assess import WordCount, has_token, sentence_candidates, threshold_steps
-from cdr_kernel.headers import COVERAGE_SCORE, GUARD_ACTIVATIONS, crp_headers
+from cdr_kernel.loop import crp_headers
+from cdr_kernel.loop._assess import WordCount, has_token, sentence_candidates, threshold_steps
+from cdr_kernel.loop._headers import COVERAGE_SCORE, GUARD_ACTIVATIONS
+from cdr_kernel.loop._run_windows import final_output
 from cdr_kernel.rank import Envelope
 from cdr_kernel.rank._cdr_rank import StoredNovelty
 from cdr_kernel.serve import schema
@@ -29,7 +31,6 @@ from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
 from cdr_kernel.session._token import StoreBehind, head_of
 from cdr_kernel.store import FactStore
 from cdr_kernel.text import NGramGuard
-from cdr_kernel.window import final_output
 
 MOST_SUB_QUERIES = 1024
 ATTEMPTS = 20

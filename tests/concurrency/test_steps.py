@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from texts import IMPLS, texts
 
 from cdr_kernel import FactStore, NGramGuard, Session, SubQuery, WindowReport, assess, pack_facts
-from cdr_kernel.assess import WordCount, has_token, sentence_candidates, split_sentences
-from cdr_kernel.assess import similarity_thresholds as thresholds_at_once
 from cdr_kernel.concurrency._steps import finish
+from cdr_kernel.loop._assess import WordCount, has_token, sentence_candidates, split_sentences
+from cdr_kernel.loop._assess import similarity_thresholds as thresholds_at_once
 from cdr_kernel.rank._pack import pack_steps
 from cdr_kernel.text import _token_hashes, tokenize
 from cdr_kernel.text._tokenize import pieces
 
-assess_module = importlib.import_module("cdr_kernel.assess")
+assess_module = importlib.import_module("cdr_kernel.loop._assess")
 MODEL = "m1"
 HYPOTHESIS = settings(deadline=None, max_examples=300, derandomize=True)
 MIXED = (

@@ -26,7 +26,7 @@ from cdr_kernel import (
     run_windows,
 )
 from cdr_kernel.files import Task
-from cdr_kernel.headers import guarantee_holds
+from cdr_kernel.loop import guarantee_holds
 from cdr_kernel.rank import _calibrated
 from cdr_kernel.rank._calibrated import ask
 from cdr_kernel.record import RunRecord

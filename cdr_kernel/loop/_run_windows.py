@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cdr_kernel.headers import band, crp_headers, guarantee_holds
+from cdr_kernel.loop._headers import band, crp_headers, guarantee_holds
 from cdr_kernel.rank import Envelope, Ranking, cdr_rank, pack_facts
 from cdr_kernel.rank._cdr_rank import Ranks, newest_in
 from cdr_kernel.rank._pack import count_tokens_default

@@ -17,14 +17,14 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 
-from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.exceptions import WriterError
+from cdr_kernel.loop._assess import assess, similarity_thresholds, split_sentences
+from cdr_kernel.loop._run_windows import WindowPrompt
 from cdr_kernel.rank import Envelope
 from cdr_kernel.session import Session, WindowReport
 from cdr_kernel.store import FactStore
 from cdr_kernel.validation._scalars import check_number
 from cdr_kernel.validation._warn import warn
-from cdr_kernel.window import WindowPrompt
 
 Embed: TypeAlias = Callable[[list[str]], Any]
 
@@ -60,7 +60,7 @@ class ExtractWriter:
         return prompt.envelope.text
 
     def assess(self, output: str) -> WindowReport:
-        """What the output of the last call achieved (`cdr_kernel.assess`). ValueError for any other text."""
+        """What the output of the last call achieved (`cdr_kernel.loop._assess`). ValueError for any other text."""
         envelope = self._envelope
         if envelope is None or output != envelope.text:
             raise ValueError("output: expected the text that this writer wrote last")
@@ -83,7 +83,7 @@ class CommandWriter:
 
     command: split as a shell would, but run without one: what only a shell understands is refused unless it is
     quoted. timeout: seconds per window, at most `MAX_TIMEOUT`. embed: sentences -> vectors of the session's
-    model; without it the output is assessed by shared words (`cdr_kernel.assess`).
+    model; without it the output is assessed by shared words (`cdr_kernel.loop._assess`).
 
     query, token_budget: what the task asks, and the tokens of an envelope at most, told to the command as they are.
 
@@ -143,7 +143,7 @@ class CommandWriter:
         return text
 
     def assess(self, output: str) -> WindowReport:
-        """What an output achieved (`cdr_kernel.assess`)."""
+        """What an output achieved (`cdr_kernel.loop._assess`)."""
         return assess(
             output,
             self._session.sub_queries,

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowPrompt, WindowReport, cdr_rank, pack_facts
-from cdr_kernel import writer as writer_module
 from cdr_kernel.exceptions import WriterError
-from cdr_kernel.writer import CommandWriter, ExtractWriter
+from cdr_kernel.loop import CommandWriter, ExtractWriter
+from cdr_kernel.loop import _writers as writer_module
 
 MODEL = "m"
 ECHO = """

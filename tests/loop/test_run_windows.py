@@ -12,12 +12,12 @@ import pytest
 
 from cdr_kernel import reference
 from cdr_kernel.exceptions import EmbeddingModelMismatch
+from cdr_kernel.loop import Window, WindowPrompt, assemble, run_windows
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session, SessionEnded, SubQuery, WindowReport
 from cdr_kernel.sharded import ShardedRetriever
 from cdr_kernel.sharded_store import ShardedStore
 from cdr_kernel.store import FactStore
-from cdr_kernel.window import Window, WindowPrompt, assemble, run_windows
 
 MODEL = "m1"
 TOPICS = ("dns", "cni", "bgp")

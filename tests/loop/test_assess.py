@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timing import longest_wait, seconds
 
-from cdr_kernel.assess import assess, similarity_thresholds, split_sentences
 from cdr_kernel.exceptions import EmbeddingModelMismatch
+from cdr_kernel.loop import assess
+from cdr_kernel.loop._assess import similarity_thresholds, split_sentences
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session, SubQuery
 from cdr_kernel.store import FactStore
@@ -195,7 +196,7 @@ def test_the_default_threshold_is_the_95th_percentile_of_the_store():
 
 
 def test_a_large_store_is_sampled_evenly(monkeypatch):
-    module = importlib.import_module("cdr_kernel.assess")  # the package's own `assess` is the function
+    module = importlib.import_module("cdr_kernel.loop._assess")  # the package's own `assess` is the function
     monkeypatch.setattr(module, "SAMPLE_ROWS", 10)
     monkeypatch.setattr(module, "CHUNK_ROWS", 3)
     angles = np.linspace(0.0, np.pi, 50)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import reference
-from cdr_kernel.headers import ONBOARDING_HINT, band, crp_headers, guarantee_holds
+from cdr_kernel.loop import band, crp_headers, guarantee_holds
+from cdr_kernel.loop._headers import ONBOARDING_HINT
 from cdr_kernel.rank import Envelope, Ranking, pack_facts
 from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
 from cdr_kernel.spec.constants import EXIT_REASONS
