@@ -70,7 +70,7 @@ def index(
     check_source(embeddings, embed, model)
     start, stop = _row_range(rows)
     if durable:
-        from cdr_kernel.durable import check_new_folder
+        from cdr_kernel.durable._durable_store import check_new_folder
 
         check_new_folder(output)
     else:

@@ -27,9 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.copies import of_view
+from cdr_kernel.durable._copies import of_view
+from cdr_kernel.durable._dataset import Record, lance_module, said_plainly, schema_of
+from cdr_kernel.durable._rows import check_text, from_rows, to_rows
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.lance_record import Record, lance_module, said_plainly, schema_of
 from cdr_kernel.partition import (
     CHUNK,
     KIND,
@@ -39,7 +40,6 @@ from cdr_kernel.partition import (
     empty_store,
     save_part,
 )
-from cdr_kernel.record_rows import check_text, from_rows, to_rows
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._atomic_folder import identity_of, turn
 from cdr_kernel.store._format import digest_of

@@ -121,7 +121,7 @@ def test_the_server_is_ready_again_once_the_store_is_sound(folder, lines, monkey
 def test_a_full_disk_refuses_writes_and_ranks_go_on(tmp_path, lines, monkeypatch):
     pytest.importorskip("lance", reason="needs the store extra")
     from cdr_kernel.durable import DurableStore
-    from cdr_kernel.lance_record import Record
+    from cdr_kernel.durable._dataset import Record
 
     DurableStore.from_facts(make_store(), tmp_path / "d").close()
     with serving(tmp_path / "d") as client:

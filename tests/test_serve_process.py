@@ -271,7 +271,7 @@ def test_many_who_connect_at_once_are_answered(store):
 
 
 def test_what_is_not_done_in_time_is_lost_with_a_line_that_says_so(tmp_path):
-    durable = pytest.importorskip("cdr_kernel.durable", reason="needs the store extra")
+    durable = pytest.importorskip("cdr_kernel.durable._durable_store", reason="needs the store extra")
     pytest.importorskip("lance", reason="needs the store extra")
     durable.DurableStore.from_facts(make_store(), tmp_path / "d").close()
     process = Process(tmp_path / "d", "--drain", "0", "--stop", "1")

@@ -24,7 +24,7 @@ from serving import (
     write_keys,
 )
 
-from cdr_kernel import durable
+from cdr_kernel.durable import _durable_store
 
 KEYS = {"acme": "key-of-acme", "zenith": "key-of-zenith"}
 METRICS = "key-of-metrics"
@@ -234,7 +234,7 @@ def place_stores(folder, kind):
     for seed, name in enumerate(KEYS):
         store = make_store(30, seed=seed, prefix=name)
         if kind == "durable":
-            durable.DurableStore.from_facts(store, folder / name).close()
+            _durable_store.DurableStore.from_facts(store, folder / name).close()
         else:
             store.save(folder / name)
 

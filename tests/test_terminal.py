@@ -33,7 +33,7 @@ def test_whether_a_table_fits(monkeypatch, columns, expected):
 
 
 def test_the_packages_log_lines_are_said_while_a_command_runs(capsys):
-    log = logging.getLogger("cdr_kernel.durable")
+    log = logging.getLogger("cdr_kernel.durable._durable_store")
     with log_on_stderr():
         log.warning("%s: read again", "a\x1b[2Jb")
         log.info("reading %d facts", 3)

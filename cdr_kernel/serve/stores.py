@@ -7,7 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from cdr_kernel.durable import DurableStore, is_durable
+from cdr_kernel.durable import DurableStore
+from cdr_kernel.durable._durable_store import is_durable
 from cdr_kernel.serve.errors import invalid
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Added

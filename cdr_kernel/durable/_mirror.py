@@ -12,8 +12,8 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from cdr_kernel.lance_record import LIVE, Record
-from cdr_kernel.record_rows import from_rows, quarantined
+from cdr_kernel.durable._dataset import LIVE, Record
+from cdr_kernel.durable._rows import from_rows, quarantined
 from cdr_kernel.store import FactStore, _expiry
 from cdr_kernel.store._atomic_folder import turn
 from cdr_kernel.store._fact_store import Checked

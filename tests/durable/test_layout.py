@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, vectors
 
-from cdr_kernel import EmbeddingModelMismatch, durable_folder
-from cdr_kernel.durable import DurableStore
+from cdr_kernel import EmbeddingModelMismatch
+from cdr_kernel.durable import DurableStore, _layout
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_torn_commit_in_a_folder_that_cannot_be_written_is_named(store, monkey
     add(store, ["a"])
     manifest = min((store.path / "facts.lance" / "_versions").glob("*.manifest"))
     manifest.write_bytes(manifest.read_bytes()[:9])
-    monkeypatch.setattr(durable_folder, "turn", refuse)
+    monkeypatch.setattr(_layout, "turn", refuse)
     with pytest.raises(ValueError, match=r"\.manifest: expected .* bytes, found 9"):
         DurableStore.open(store.path)
 

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cdr_kernel import exchange
-from cdr_kernel.lance_record import LIVE, Record
-from cdr_kernel.record_rows import check_text, to_rows
+from cdr_kernel.durable import _transfer
+from cdr_kernel.durable._dataset import LIVE, Record
+from cdr_kernel.durable._rows import check_text, to_rows
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._expiry import EXPIRES, expiries_of, expiring
 from cdr_kernel.store._fact_store import Checked, StoreView
@@ -39,7 +39,9 @@ def facts_into(record: Record, empty: FactStore, facts: FactStore, advance: Adva
     _end(record, facts.next_sequence)
 
 
-def exchanged_into(record: Record, empty: FactStore, found: exchange.Exchanged, advance: Advance | None = None) -> None:
+def exchanged_into(
+    record: Record, empty: FactStore, found: _transfer.Exchanged, advance: Advance | None = None
+) -> None:
     """Put all facts of an exchanged file into a new record: the same numbers, times and quarantine."""
     last = -1
     for batch in found.batches():
@@ -70,7 +72,7 @@ def exported(record: Record, file: Path, next_sequence: int) -> int:
     """
     table = record.read().sort_by("sequence")
     following = max(next_sequence, int(table["sequence"][-1].as_py()) + 1 if table.num_rows else 0)
-    exchange.write(file, table, record.about, record.attributes, following)
+    _transfer.write(file, table, record.about, record.attributes, following)
     return int(table.num_rows)
 
 

@@ -110,7 +110,7 @@ class Writer:
     """A process that writes, and what it said."""
 
     def __init__(self, path, name, seed):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
         command = [sys.executable, __file__, str(path), name, str(seed)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

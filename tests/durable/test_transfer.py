@@ -12,8 +12,7 @@ import safetensors
 from fact_stores import flip
 from safetensors.numpy import load_file, save_file
 
-from cdr_kernel import exchange
-from cdr_kernel.durable import DurableStore
+from cdr_kernel.durable import DurableStore, _transfer
 
 
 @pytest.fixture
@@ -72,11 +71,11 @@ def test_a_file_that_is_cut_off_anywhere_is_not_read(file, tmp_path):
     for size in {0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1}:
         cut.write_bytes(whole[:size])
         with pytest.raises(ValueError, match="cut: expected a safetensors file"):
-            exchange.Exchanged(cut)
+            _transfer.Exchanged(cut)
     for other in (whole + b"x", b"{}\n", b"PK\x03\x04" * 100, b'{"id": "a", "text": "x"}\n' * 50):
         cut.write_bytes(other)
         with pytest.raises(ValueError, match="cut: expected a safetensors file"):
-            exchange.Exchanged(cut)
+            _transfer.Exchanged(cut)
 
 
 def rewritten(file, metadata=None, **tensors):
@@ -97,7 +96,7 @@ def test_tensors_of_other_types_are_not_read(file):
                 continue
             file.write_bytes(whole)
             with pytest.raises(ValueError, match=rf"facts: {name}: expected {tensor.dtype.name}, found "):
-                exchange.Exchanged(rewritten(file, **{name: tensor.astype(kind)}))
+                _transfer.Exchanged(rewritten(file, **{name: tensor.astype(kind)}))
 
 
 @pytest.mark.parametrize(
@@ -115,12 +114,12 @@ def test_tensors_of_other_types_are_not_read(file):
 )
 def test_settings_that_are_none_are_not_read(file, metadata, said):
     with pytest.raises(ValueError, match=said):
-        exchange.Exchanged(rewritten(file, metadata))
+        _transfer.Exchanged(rewritten(file, metadata))
 
 
 @pytest.mark.parametrize("by", ["us", "another program"])
 def test_what_was_written_is_read(file, by):
-    found = exchange.Exchanged(file if by == "us" else rewritten(file))
+    found = _transfer.Exchanged(file if by == "us" else rewritten(file))
     assert (found.facts, found.dim, found.attributes) == (2, 4, {"lang": str, "year": int})
     (batch,) = found.batches()
     assert (batch["id"], batch["text"]) == (["a", "b"], ["x", "y"])
@@ -129,7 +128,7 @@ def test_what_was_written_is_read(file, by):
 
 def test_a_flipped_bit_gives_no_other_facts(file):
     def read():
-        found = exchange.Exchanged(file)
+        found = _transfer.Exchanged(file)
         batches = [{**batch, "embedding": batch["embedding"].tobytes()} for batch in found.batches()]
         return found.about, found.next_sequence, found.attributes, batches
 

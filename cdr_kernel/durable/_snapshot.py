@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from cdr_kernel.durable._dataset import Record
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.lance_record import Record
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._atomic_folder import LOCK, turn
 from cdr_kernel.store._fact_store import StoreView, check_store_folder

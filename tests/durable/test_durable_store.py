@@ -14,19 +14,8 @@ import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vectors
 from fact_stores import reseal
 
-from cdr_kernel import (
-    DamagedFileError,
-    FactStore,
-    Retriever,
-    Session,
-    SubQuery,
-    cdr_rank,
-    durable,
-    explain,
-    replica,
-    snapshot,
-)
-from cdr_kernel.durable import DurableStore
+from cdr_kernel import DamagedFileError, FactStore, Retriever, Session, SubQuery, cdr_rank, explain
+from cdr_kernel.durable import DurableStore, _durable_store, _mirror, _snapshot
 from cdr_kernel.store import _checksums
 from cdr_kernel.store import _fact_store as store_module
 
@@ -243,12 +232,12 @@ def test_a_copied_folder_keeps_its_snapshot(big, tmp_path):
 
 def test_a_snapshot_that_cannot_be_written_harms_nothing(big, monkeypatch):
     shutil.rmtree(big.path / "snapshot")
-    monkeypatch.setattr(durable, "WORTH_SNAPSHOT", 1)
+    monkeypatch.setattr(_durable_store, "WORTH_SNAPSHOT", 1)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot, "write", full)
+    monkeypatch.setattr(_snapshot, "write", full)
     with DurableStore.open(big.path) as again:
         assert contents(again.facts) == contents(big.facts)
         with pytest.raises(OSError, match="No space left"):
@@ -257,8 +246,8 @@ def test_a_snapshot_that_cannot_be_written_harms_nothing(big, monkeypatch):
 
 def test_an_open_that_had_much_to_read_leaves_a_snapshot(big, monkeypatch):
     shutil.rmtree(big.path / "snapshot")
-    monkeypatch.setattr(durable, "WORTH_SNAPSHOT", 10)
-    monkeypatch.setattr(replica, "_LONG_WORK", 10)
+    monkeypatch.setattr(_durable_store, "WORTH_SNAPSHOT", 10)
+    monkeypatch.setattr(_mirror, "_LONG_WORK", 10)
     with DurableStore.open(big.path) as first:
         assert first.facts.path == big.path / "snapshot"
         assert contents(first.facts) == contents(big.facts)
@@ -319,5 +308,5 @@ def test_without_the_extra_it_is_named(store, monkeypatch):
 
 def test_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs" / "store.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
     exec(re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1], {})

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from cdr_kernel import lance_record
-from cdr_kernel.lance_record import Record
+from cdr_kernel.durable import _dataset
+from cdr_kernel.durable._dataset import Record
 from cdr_kernel.store._atomic_folder import LOCK, draft_folder, sync_folder, turn
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ SNAPSHOT = "snapshot"
 
 def is_durable(path: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a durable store."""
-    return lance_record.exists(Path(path) / RECORD)
+    return _dataset.exists(Path(path) / RECORD)
 
 
 def check_new_folder(folder: Path) -> None:
@@ -62,7 +62,7 @@ def newest_record(folder: Path) -> Record:
     except (ValueError, OSError) as damage:
         try:
             with turn(folder):
-                aside = lance_record.set_torn_aside(folder / RECORD)
+                aside = _dataset.set_torn_aside(folder / RECORD)
         except OSError as refused:  # a folder that is read only, of which the damage says more
             raise damage from refused
         if aside is None:

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from cdr_kernel.durable._checksums import Sums
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.lance_sums import Sums
 from cdr_kernel.store._atomic_folder import sync_folder
 from cdr_kernel.store._attributes import RESERVED
 from cdr_kernel.store._numbering import Numbering

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.lance_record import COLUMNS, LIVE, QUARANTINED, Record
+from cdr_kernel.durable._dataset import COLUMNS, LIVE, QUARANTINED, Record
 from cdr_kernel.store import FactStore, _expiry
 from cdr_kernel.store._fact_store import Checked
 from cdr_kernel.validation._arrays import Int64

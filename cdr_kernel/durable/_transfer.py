@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import _C
+from cdr_kernel.durable._dataset import COLUMNS
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.lance_record import COLUMNS
 from cdr_kernel.store._atomic_folder import draft_folder, identity_of, sync_folder
 from cdr_kernel.store._attributes import KINDS, checked_attributes
 from cdr_kernel.store._fact_store import DTYPES

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from durables import DIM, MODEL, add, contents, made, snapshotted, vectors
 
-from cdr_kernel import FactStore, exchange, replica
-from cdr_kernel.durable import DurableStore
+from cdr_kernel import FactStore
+from cdr_kernel.durable import DurableStore, _mirror, _transfer
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_bad_exports_are_refused_and_leave_nothing(big, tmp_path):
     (tmp_path / "torn.safetensors").write_bytes(raw[:-10])
     (tmp_path / "empty.safetensors").write_bytes(b"")
     save_file({"a": np.zeros(3)}, str(tmp_path / "foreign.safetensors"))
-    with exchange.Exchanged(tmp_path / "x.safetensors")._file as opened:
+    with _transfer.Exchanged(tmp_path / "x.safetensors")._file as opened:
         metadata = opened.metadata()
     for name, change in {
         "twice": lambda t: t.update({"id.utf8": np.frombuffer(b"a" * len(t["id.utf8"]), np.uint8)}),
@@ -93,7 +93,7 @@ def test_a_store_in_memory_becomes_durable(tmp_path):
 
 
 def test_nobody_is_told_that_a_new_store_has_no_snapshot(big, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(replica, "_LONG_WORK", 1)
+    monkeypatch.setattr(_mirror, "_LONG_WORK", 1)
     caplog.set_level("INFO", "cdr_kernel")
     DurableStore.from_facts(big.facts, tmp_path / "copied").close()
     big.export(tmp_path / "f.safetensors")

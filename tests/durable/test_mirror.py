@@ -8,8 +8,8 @@ import threading
 import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, vectors
 
-from cdr_kernel import Retriever, replica
-from cdr_kernel.durable import DurableStore
+from cdr_kernel import Retriever
+from cdr_kernel.durable import DurableStore, _mirror
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_another_process_sees_it_after_a_refresh_and_before_every_change(store):
 
 def test_writers_without_a_lock_lose_nothing(folder, monkeypatch):
     """On a mount that knows no locks Lance's own check of commits is all there is."""
-    monkeypatch.setattr(replica, "turn", lambda path: contextlib.nullcontext(False))
+    monkeypatch.setattr(_mirror, "turn", lambda path: contextlib.nullcontext(False))
     DurableStore.create(folder, DIM, embedding_model=MODEL).close()
     errors = []
 

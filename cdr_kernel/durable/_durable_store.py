@@ -22,15 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from cdr_kernel import commits, copies, exchange, lance_record, snapshot
 from cdr_kernel.concurrency._forks import Lock
-from cdr_kernel.copies import Advance
-from cdr_kernel.durable_folder import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
+from cdr_kernel.durable import _copies, _dataset, _snapshot, _transfer, _writes
+from cdr_kernel.durable._copies import Advance
+from cdr_kernel.durable._dataset import Record
+from cdr_kernel.durable._layout import RECORD, SNAPSHOT, building, check_new_folder, is_durable, newest_record
+from cdr_kernel.durable._mirror import Progress, Replica, no_progress
+from cdr_kernel.durable._rows import check_names, check_text
+from cdr_kernel.durable._snapshot import Found
 from cdr_kernel.exceptions import DamagedFileError, EmbeddingModelMismatch
-from cdr_kernel.lance_record import Record
-from cdr_kernel.record_rows import check_names, check_text
-from cdr_kernel.replica import Progress, Replica, no_progress
-from cdr_kernel.snapshot import Found
 from cdr_kernel.store import FactStore, _expiry
 from cdr_kernel.store._atomic_folder import turn
 from cdr_kernel.store._attributes import Value
@@ -103,7 +103,7 @@ class DurableStore:
     @classmethod
     def _create(cls, folder: Path, like: FactStore, numbering: Numbering) -> DurableStore:
         """A new store of the kind of another one. numbering: whose its sequence numbers are."""
-        lance_record.lance_module()
+        _dataset.lance_module()
         about = {
             "dim": like.dim,
             "dtype": like.dtype.name,
@@ -188,7 +188,7 @@ class DurableStore:
         hasher: dict[str, Any] = {"tokenizer": facts.tokenizer, "hash_key": facts.hash_key}
         numbering = facts.numbering.branched(facts.next_sequence)
         with building(path) as draft, cls._create(draft, facts, numbering) as store:
-            copies.facts_into(store._replica.record, store.facts, facts, advance)
+            _copies.facts_into(store._replica.record, store.facts, facts, advance)
         return cls._open(Path(path), None, **hasher, new=True)
 
     def export(self, file: str | os.PathLike[str]) -> int:
@@ -197,12 +197,12 @@ class DurableStore:
         The file is replaced whole or not at all; `docs/store.md` has its format. Takes memory for all facts. Raises
         OSError for a place where no file can be written, before anything is read.
         """
-        exchange.check_target(Path(file))
+        _transfer.check_target(Path(file))
         with self._lock:
             self._check_open()
             replica = self._replica
             return replica.with_newest(
-                replica.record, lambda record: copies.exported(record, Path(file), replica.next_sequence)
+                replica.record, lambda record: _copies.exported(record, Path(file), replica.next_sequence)
             )
 
     @classmethod
@@ -220,13 +220,13 @@ class DurableStore:
         Whole or not at all. tokenizer, hash_key: of the new store, which need not be those of the old one. Raises what
         ``create`` raises, FileNotFoundError and ValueError for a file that is missing, damaged or of another kind.
         """
-        found = exchange.Exchanged(Path(file))
+        found = _transfer.Exchanged(Path(file))
         model, dtype = found.about["embedding_model"], found.about["dtype"]
         hasher: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}
         like = FactStore(found.dim, embedding_model=model, dtype=dtype, **hasher)
         numbering = found.numbering.branched(found.next_sequence)
         with building(path) as draft, cls._create(draft, like, numbering) as store:
-            copies.exchanged_into(store._replica.record, store.facts, found, advance)
+            _copies.exchanged_into(store._replica.record, store.facts, found, advance)
         return cls._open(Path(path), None, **hasher, new=True)
 
     # What there is
@@ -307,7 +307,7 @@ class DurableStore:
                 **replica.record.stats(),
                 "snapshot_version": self._snapshot_version,
                 "snapshot": "checking" if checking else checked,
-                "snapshot_bytes": lance_record.bytes_in(self.path / SNAPSHOT),
+                "snapshot_bytes": _dataset.bytes_in(self.path / SNAPSHOT),
             }
 
     # Changes
@@ -368,7 +368,7 @@ class DurableStore:
             found = _expiry.expiring(found, [by_id[i] for i in found.ids])
         check_text(found)
         with self._lock:
-            added = self._change(lambda: commits.put(self._replica, found, replace=replace))
+            added = self._change(lambda: _writes.put(self._replica, found, replace=replace))
             if any(moment is not None and moment <= _expiry.now() for moment in expiries):
                 self._look()
             return added
@@ -384,7 +384,7 @@ class DurableStore:
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
         wanted = _distinct(ids)
-        return self._change(lambda: commits.remove(self._replica, wanted, missing=missing))
+        return self._change(lambda: _writes.remove(self._replica, wanted, missing=missing))
 
     def quarantine(self, ids: Iterable[str], reason: str | None = None) -> int:
         """Take facts out of every ranking until they are released; returns how many. They stay in the record.
@@ -395,7 +395,7 @@ class DurableStore:
         wanted = _distinct(ids)
         if reason is not None and not isinstance(reason, str):
             raise TypeError(f"reason: expected a str or None, got {type(reason).__name__}")
-        return self._change(lambda: commits.quarantine(self._replica, wanted, reason))
+        return self._change(lambda: _writes.quarantine(self._replica, wanted, reason))
 
     def release(self, ids: Iterable[str]) -> int:
         """Let quarantined facts into rankings again, as the newest facts in the order given; returns how many.
@@ -404,7 +404,7 @@ class DurableStore:
         """
         wanted = _distinct(ids)
         with self._lock:
-            count = self._change(lambda: commits.release(self._replica, wanted))
+            count = self._change(lambda: _writes.release(self._replica, wanted))
             self._look()
             return count
 
@@ -432,7 +432,7 @@ class DurableStore:
 
         def delete() -> int:
             past = _expiry.confirmed(self.path / LOOKS, moment, grace)
-            return 0 if past is None else commits.expire(self._replica, past)
+            return 0 if past is None else _writes.expire(self._replica, past)
 
         with self._lock:
             deleted = self._change(delete)
@@ -470,7 +470,7 @@ class DurableStore:
             record, view, following = self._replica.record, self.facts.whole(), self._replica.next_sequence
             held = self._replica.held
         try:
-            snapshot.write(folder, self.facts, view, record, following, held)
+            _snapshot.write(folder, self.facts, view, record, following, held)
         except DamagedFileError as error:  # of the snapshot that is mapped: never written again as if it were whole
             self._put_right(str(error))
             return
@@ -571,7 +571,7 @@ class DurableStore:
 
     def _from_snapshot(self) -> Found | str:
         try:
-            return snapshot.load(
+            return _snapshot.load(
                 self.path / SNAPSHOT, self._replica.record, tokenizer=self._tokenizer, hash_key=self._hash_key
             )
         except DamagedFileError as error:

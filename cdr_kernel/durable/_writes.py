@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cdr_kernel.lance_record import LIVE, QUARANTINED
-from cdr_kernel.record_rows import from_rows, restated, to_rows
-from cdr_kernel.replica import Replica
+from cdr_kernel.durable._dataset import LIVE, QUARANTINED
+from cdr_kernel.durable._mirror import Replica
+from cdr_kernel.durable._rows import from_rows, restated, to_rows
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._expiry import EXPIRES
 from cdr_kernel.store._fact_store import Added, Checked

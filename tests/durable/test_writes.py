@@ -11,8 +11,8 @@ import pytest
 from durables import DIM, MODEL, add, contents, made, reopened, snapshotted, vectors
 from fact_stores import flip
 
-from cdr_kernel import FactStore, Retriever, replica
-from cdr_kernel.durable import DurableStore
+from cdr_kernel import FactStore, Retriever
+from cdr_kernel.durable import DurableStore, _mirror
 from cdr_kernel.store import _expiry
 from cdr_kernel.store import _fact_store as store_module
 
@@ -304,7 +304,7 @@ def test_expired_facts_are_out_where_nothing_can_be_written(store, monkeypatch):
     def refused(*_, **__):
         raise PermissionError(13, "Permission denied", "save.lock")
 
-    monkeypatch.setattr(replica, "turn", refused)
+    monkeypatch.setattr(_mirror, "turn", refused)
     time.sleep(0.06)
     version = store.version
     with DurableStore.open(store.path) as again:
