@@ -25,10 +25,11 @@ import cdr_kernel.demo
 from bench.data import Clusters, grow, load_base, load_queries
 from bench.measure import Times, machine, once
 from cdr_kernel import _C, FactStore, Ranking, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts
-from cdr_kernel.calls import Slot
-from cdr_kernel.partition import facts_in, open_shard, partition, put
-from cdr_kernel.shard import ARRAYS, Request, Shard
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore, merged
+from cdr_kernel.shard import ShardedRetriever, partition
+from cdr_kernel.shard._messages import Slot
+from cdr_kernel.shard._partition import facts_in, open_shard, put
+from cdr_kernel.shard._sharded_retriever import ShardedStore, merged
+from cdr_kernel.shard._worker import ARRAYS, Request, Shard
 from cdr_kernel.terminal import print_json, say
 
 MODEL = "bench"
@@ -287,7 +288,8 @@ def on_ray(
     result: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The same with actors; adds the measured round trips to the constants."""
-    from cdr_kernel.ray_shards import open_on_ray, ray_module
+    from cdr_kernel.shard import open_on_ray
+    from cdr_kernel.shard._on_ray import ray_module
 
     ray = ray_module()
     ray.init(

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cdr_kernel.ray_shards import ray_module
 from cdr_kernel.serve import Settings, create_app
+from cdr_kernel.shard._on_ray import ray_module
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

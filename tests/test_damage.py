@@ -7,7 +7,7 @@ from pathlib import Path
 
 import cdr_kernel
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.partition import ShardDamaged
+from cdr_kernel.shard._partition import ShardDamaged
 
 
 def test_it_names_the_file_and_the_block_in_another_process_too():

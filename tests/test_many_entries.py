@@ -28,7 +28,8 @@ from cdr_kernel.adapters.facts import FactArray
 from cdr_kernel.score._columns import coverage_centroid
 from cdr_kernel.score._device_rows import DeviceRows
 from cdr_kernel.session import CoverageEntry
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.shard import ShardedRetriever
+from cdr_kernel.shard._sharded_retriever import ShardedStore
 
 ENTRIES, DIM, FACTS = 10_000, 4, 1000
 SHAPES = ("grouped", "alternating", "sizes", "random", "opposite", "nearly opposite", "tiny")

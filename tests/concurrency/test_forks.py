@@ -28,8 +28,7 @@ from cdr_kernel.concurrency._forks import Lock, Threads, cached_property, in_chi
 from cdr_kernel.retrieve._bm25 import LexicalIndex
 from cdr_kernel.retrieve._calibration import Moments
 from cdr_kernel.retrieve._window_cache import RowCache, TaskCache
-from cdr_kernel.sharded import ShardedRetriever
-from cdr_kernel.sharded_store import ShardedStore
+from cdr_kernel.shard import ShardedRetriever, ShardedStore
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -15,8 +15,7 @@ from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.loop import Window, WindowPrompt, assemble, run_windows
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session, SessionEnded, SubQuery, WindowReport
-from cdr_kernel.sharded import ShardedRetriever
-from cdr_kernel.sharded_store import ShardedStore
+from cdr_kernel.shard import ShardedRetriever, ShardedStore
 from cdr_kernel.store import FactStore
 
 MODEL = "m1"

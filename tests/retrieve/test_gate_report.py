@@ -23,7 +23,8 @@ from cdr_kernel import (
 )
 from cdr_kernel.adapters.sessions import Sessions
 from cdr_kernel.retrieve._retriever import EXACT_KINDS
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.shard import ShardedRetriever
+from cdr_kernel.shard._sharded_retriever import ShardedStore
 
 
 def store_of(cosines):

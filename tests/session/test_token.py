@@ -41,7 +41,7 @@ from cdr_kernel import (
 from cdr_kernel.session import CoverageEntry, _serialize, _token
 from cdr_kernel.session._task import Feedback
 from cdr_kernel.session._token import BLOB_LIMIT, TOKEN_LIMIT, StoreBehind, head_of
-from cdr_kernel.sharded_store import ShardedStore
+from cdr_kernel.shard import ShardedStore
 
 DIM = 16
 FACTS = 2600

@@ -19,7 +19,8 @@ from cdr_kernel import (
     pack_facts,
     rank_many,
 )
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.shard import ShardedRetriever
+from cdr_kernel.shard._sharded_retriever import ShardedStore
 from cdr_kernel.store._attributes import Attribute, checked_attributes, where_text
 
 MODEL, DIM, N = "toy", 16, 400

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import Columns, EmbeddingModelMismatch, Fact, FactStore, NGramGuard, Retriever, reference
-from cdr_kernel.sharded import ShardedStore
+from cdr_kernel.shard._sharded_retriever import ShardedStore
 from cdr_kernel.store import _columns
 from cdr_kernel.text._ngram_guard import TokenHasher, take_tokens
 

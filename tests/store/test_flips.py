@@ -16,11 +16,11 @@ import pytest
 from fact_stores import flip
 
 from cdr_kernel import DamagedFileError, FactStore, NGramGuard, Retriever, Session, SubQuery, cdr_rank, files
-from cdr_kernel import partition as partition_module
 from cdr_kernel.files import json_text, read_facts, read_task_vectors, read_tasks
-from cdr_kernel.partition import partition
 from cdr_kernel.retrieve import _retriever
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.shard import ShardedRetriever, partition
+from cdr_kernel.shard import _partition as partition_module
+from cdr_kernel.shard._sharded_retriever import ShardedStore
 from cdr_kernel.store import _checksums
 from cdr_kernel.store import _fact_store as store_module
 

@@ -9,8 +9,8 @@ import pytest
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, explain, gate_report
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.partition import partition
 from cdr_kernel.retrieve import _retriever
+from cdr_kernel.shard import partition
 from cdr_kernel.store._mapped_files import MappedFiles
 
 DIM, N = 16, 6000

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore
-from cdr_kernel.partition import manifest_of, open_shard, partition
-from cdr_kernel.sharded_store import ShardedStore
+from cdr_kernel.shard import ShardedStore, partition
+from cdr_kernel.shard._partition import manifest_of, open_shard
 from cdr_kernel.store._numbering import MOST_BRANCHES, Numbering
 
 DIM, MODEL = 4, "toy"
@@ -246,7 +246,7 @@ class TestDurable:
             check(copy.facts)
 
     def test_shards_in_datasets(self, folder, tmp_path):
-        from cdr_kernel.lance_shards import LanceHome
+        from cdr_kernel.shard import LanceHome
 
         home = LanceHome(str(tmp_path / "lance"), cache=str(tmp_path / "cache"))
         with self.open(folder) as store:

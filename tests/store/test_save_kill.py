@@ -63,7 +63,7 @@ def inputs(folder):
 def make(kind, name, folder, output):
     """One attempt, in the child."""
     from cdr_kernel import FactStore, cli
-    from cdr_kernel.partition import partition
+    from cdr_kernel.shard import partition
 
     if kind == "ingest":
         cli.app(["ingest", str(folder / f"docs-{name}"), "-o", str(output), "--embed", MODEL], standalone_mode=False)
@@ -79,7 +79,7 @@ def contents(kind, output):
     """All that is in the place, of one save and whole; None for nothing."""
     from cdr_kernel import FactStore, Retriever
     from cdr_kernel.quality import load_corpus
-    from cdr_kernel.sharded_store import ShardedStore
+    from cdr_kernel.shard import ShardedStore
 
     manifest = {"partition": "partition.json", "durable": "facts.lance"}.get(kind, "manifest.json")
     if not (output / manifest).exists():
@@ -106,14 +106,15 @@ def contents(kind, output):
 
 def serve(folder):
     """Make what is asked for in a child, and kill it; one line of JSON each way."""
+    import cdr_kernel.partition
+
     import cdr_kernel.cli
     import cdr_kernel.ingest
-    import cdr_kernel.partition
     import cdr_kernel.retrieve
     from cdr_kernel import embedder
 
     embedder.load_embedder = lambda model: embed
-    cdr_kernel.retrieve._retriever.WORTH_CODES = cdr_kernel.partition.WORTH_CODES = 64  # so that codes are saved
+    cdr_kernel.retrieve._retriever.WORTH_CODES = cdr_kernel.shard._partition.WORTH_CODES = 64  # so that codes are saved
     for line in sys.stdin:
         kind, name, output, seconds, at_once = json.loads(line)
         begun, tell = os.pipe()

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 from cdr_kernel.concurrency._forks import Lock, in_child
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.shard import Change, Reply, Request
+from cdr_kernel.shard._worker import Change, Reply, Request
 
 _POLL = 0.002  # between looks for a replica with room
 _BACK_OFF, _MOST_BACK_OFF = 0.02, 1.0

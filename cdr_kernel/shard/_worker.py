@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.concurrency._forks import Lock
-from cdr_kernel.partition import Write, facts_in, placed, put
 from cdr_kernel.rank import Ranking
 from cdr_kernel.rank._calibrated import (
     Added,
@@ -41,6 +40,7 @@ from cdr_kernel.retrieve._window_cache import CACHE_BYTES
 from cdr_kernel.score import Columns
 from cdr_kernel.session import CoverageEntry, Session
 from cdr_kernel.session._task import Calibrated, SessionState
+from cdr_kernel.shard._partition import Write, facts_in, placed, put
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._attributes import Where, chosen
 from cdr_kernel.store._fact_store import Fact, StoreView

@@ -25,10 +25,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.calls import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.exceptions import EmbeddingModelMismatch
-from cdr_kernel.partition import put
 from cdr_kernel.rank import Ranking, cdr_rank
 from cdr_kernel.rank._calibrated import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
 from cdr_kernel.rank._cdr_rank import Multiplier, check_named
@@ -38,7 +36,10 @@ from cdr_kernel.retrieve._calibration import Calibration, Sums
 from cdr_kernel.score._cdr_score import best_first
 from cdr_kernel.session import Session
 from cdr_kernel.session._task import SessionState
-from cdr_kernel.shard import (
+from cdr_kernel.shard._messages import Call, Group, Slot, Superseded, ask_all
+from cdr_kernel.shard._partition import put
+from cdr_kernel.shard._sharded_store import ShardedStore, ShardsMissing, Snapshot
+from cdr_kernel.shard._worker import (
     ARRAYS,
     Answer,
     Ask,
@@ -48,7 +49,6 @@ from cdr_kernel.shard import (
     digest_of_hashes,
     needs_packed,
 )
-from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, Snapshot
 from cdr_kernel.spec.constants import FEEDBACK_FACTS
 from cdr_kernel.store._attributes import Where, check_mask, mapping_key, rows_key, where_text
 from cdr_kernel.store._fact_store import Fact

@@ -16,9 +16,9 @@ from test_sharded import DIM, MODEL, calibrated, facts, flip, items_of, same, sp
 
 from cdr_kernel import FactStore, Retriever, cdr_rank
 from cdr_kernel.durable import DurableStore
-from cdr_kernel.lance_shards import LanceHome
-from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, partition
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore
+from cdr_kernel.shard import LanceHome, ShardedRetriever, partition
+from cdr_kernel.shard._partition import ShardDamaged, manifest_of, open_shard
+from cdr_kernel.shard._sharded_retriever import ShardedStore
 from cdr_kernel.store import _expiry
 
 

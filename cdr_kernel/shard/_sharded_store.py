@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from cdr_kernel.calls import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
 from cdr_kernel.concurrency._forks import Lock, Threads, cached_property
-from cdr_kernel.partition import (
+from cdr_kernel.shard._messages import Call, Counts, Group, Limits, Replica, ReplicaLost, Slot, Superseded, ask_all
+from cdr_kernel.shard._partition import (
     CHUNK,
     Home,
     Write,
@@ -39,7 +39,7 @@ from cdr_kernel.partition import (
     parts_of,
     shard_names,
 )
-from cdr_kernel.shard import Change, Reply, Request, Shard
+from cdr_kernel.shard._worker import Change, Reply, Request, Shard
 from cdr_kernel.store import FactStore, _expiry
 from cdr_kernel.store._attributes import Attribute, Where, chosen
 from cdr_kernel.store._fact_store import Added, Fact

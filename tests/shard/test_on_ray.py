@@ -11,20 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from cdr_kernel import (
-    FactStore,
-    NGramGuard,
-    Retriever,
-    Session,
-    SubQuery,
-    WindowReport,
-    cdr_rank,
-    pack_facts,
-    ray_shards,
-)
-from cdr_kernel.partition import ShardDamaged, partition
-from cdr_kernel.shard import ARRAYS, Answer, Reply, Request
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
+from cdr_kernel import FactStore, NGramGuard, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts
+from cdr_kernel.shard import ShardedRetriever, _on_ray, partition
+from cdr_kernel.shard._partition import ShardDamaged
+from cdr_kernel.shard._sharded_retriever import ShardedStore, ShardsMissing
+from cdr_kernel.shard._worker import ARRAYS, Answer, Reply, Request
 
 MODEL = "toy"
 DIM = 8
@@ -44,7 +35,7 @@ def facts(r, n, start=0):
     }
 
 
-class Actor(ray_shards.ShardActor):
+class Actor(_on_ray.ShardActor):
     """A shard that can be made slow and wrong."""
 
     delay = 0.0
@@ -106,11 +97,11 @@ def world(tmp_path, cluster):
 @pytest.fixture
 def on_ray(world, monkeypatch):
     """Opens the world's partition on Ray; closes it afterwards."""
-    monkeypatch.setattr(ray_shards, "ShardActor", Actor)
+    monkeypatch.setattr(_on_ray, "ShardActor", Actor)
     opened = []
 
     def open_(**keywords):
-        store = ray_shards.open_on_ray(world[3], **{"timeout": 60.0, "num_cpus": 0.1, **keywords})
+        store = _on_ray.open_on_ray(world[3], **{"timeout": 60.0, "num_cpus": 0.1, **keywords})
         opened.append(store)
         return store, ShardedRetriever(store)
 
@@ -456,7 +447,7 @@ def test_shards_are_added_while_queries_run(world, on_ray):
 def test_actors_rank_on_devices(world):
     store, items, query, home = world
     own = {"shard-0": "cpu"}
-    with ray_shards.open_on_ray(home, num_cpus=0.1, timeout=240.0, device=own, device_dtype="float16") as sharded:
+    with _on_ray.open_on_ray(home, num_cpus=0.1, timeout=240.0, device=own, device_dtype="float16") as sharded:
         for session in (spec(items), calibrated(items)):
             found = cdr_rank(query, ShardedRetriever(sharded), session)
             same(found, cdr_rank(query, Retriever(store), session))
@@ -465,12 +456,12 @@ def test_actors_rank_on_devices(world):
 @pytest.mark.ray
 def test_actors_open_their_shards_from_lance(world, cluster, tmp_path):
     pytest.importorskip("lance", reason="needs the extra store")
-    from cdr_kernel.lance_shards import LanceHome
+    from cdr_kernel.shard import LanceHome
 
     store, items, query, _ = world
     home = LanceHome(f"file://{tmp_path}/lance", cache=str(tmp_path / "cache"))
     partition(store, home, shards=3)
-    with ray_shards.open_on_ray(home, replicas=2, num_cpus=0.1, timeout=240.0) as sharded:
+    with _on_ray.open_on_ray(home, replicas=2, num_cpus=0.1, timeout=240.0) as sharded:
         retriever = ShardedRetriever(sharded)
         for session in (spec(items), calibrated(items)):
             same(cdr_rank(query, retriever, session), cdr_rank(query, Retriever(store), session))
@@ -490,7 +481,7 @@ def test_actors_open_their_shards_from_lance(world, cluster, tmp_path):
 
 @pytest.mark.ray
 def test_more_actors_than_processors_all_start(world, on_ray):
-    sharded, retriever = on_ray(replicas=4, num_cpus=ray_shards.open_on_ray.__kwdefaults__["num_cpus"])
+    sharded, retriever = on_ray(replicas=4, num_cpus=_on_ray.open_on_ray.__kwdefaults__["num_cpus"])
     store, items, query, _ = world
     ray = pytest.importorskip("ray")
     assert sum(len(group.slots) for group in sharded.groups) > ray.cluster_resources()["CPU"]
@@ -512,13 +503,13 @@ def test_actors_that_wait_for_what_they_reserve_are_warned_of(world, on_ray):
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r'pip install "\.\[ray\]" in a checkout'):
-        ray_shards.open_on_ray(tmp_path)
+        _on_ray.open_on_ray(tmp_path)
 
 
 @pytest.mark.ray
 def test_arguments_are_checked(world, cluster):
     for bad in ({"replicas": 0}, {"threads": True}, {"timeout": 0.0}, {"max_in_flight": -1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            ray_shards.open_on_ray(world[3], **bad)
+            _on_ray.open_on_ray(world[3], **bad)
     with pytest.raises(FileNotFoundError):
-        ray_shards.open_on_ray(world[3] / "nowhere")
+        _on_ray.open_on_ray(world[3] / "nowhere")

@@ -26,22 +26,21 @@ from cdr_kernel import (
     Session,
     SubQuery,
     WindowReport,
-    calls,
     cdr_rank,
     explain,
     pack_facts,
     rank_many,
     run_windows,
-    sharded_store,
 )
-from cdr_kernel import partition as partition_module
-from cdr_kernel import sharded as sharded_module
-from cdr_kernel.calls import Limits, ReplicaLost
-from cdr_kernel.partition import ShardDamaged, manifest_of, open_shard, owners, partition
 from cdr_kernel.rank._explain import explain_vectors
-from cdr_kernel.shard import ARRAYS, Answer, Change, Reply, Request, Shard
-from cdr_kernel.sharded import ShardedRetriever, ShardedStore, ShardsMissing
-from cdr_kernel.sharded_store import ThreadReplica
+from cdr_kernel.shard import ShardedRetriever, _messages, _sharded_store, partition
+from cdr_kernel.shard import _partition as partition_module
+from cdr_kernel.shard import _sharded_retriever as sharded_module
+from cdr_kernel.shard._messages import Limits, ReplicaLost
+from cdr_kernel.shard._partition import ShardDamaged, manifest_of, open_shard, owners
+from cdr_kernel.shard._sharded_retriever import ShardedStore, ShardsMissing
+from cdr_kernel.shard._sharded_store import ThreadReplica
+from cdr_kernel.shard._worker import ARRAYS, Answer, Change, Reply, Request, Shard
 from cdr_kernel.store import _expiry
 from cdr_kernel.store import _fact_store as store_module
 
@@ -455,9 +454,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (calls, sharded_module, sharded_store):
+    for module in (_messages, sharded_module, _sharded_store):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(calls, "wait", lambda futures, timeout, return_when: wait(futures, return_when=return_when))
+    monkeypatch.setattr(_messages, "wait", lambda futures, timeout, return_when: wait(futures, return_when=return_when))
     return clock
 
 

@@ -18,11 +18,11 @@ from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cdr_kernel.calls import Limits, Replica
 from cdr_kernel.concurrency._forks import Lock
-from cdr_kernel.partition import Home, ShardDamaged, home_of, manifest_of, open_shard
-from cdr_kernel.shard import Reply, Request, Shard
-from cdr_kernel.sharded_store import ShardedStore, ShardsMissing, devices_of
+from cdr_kernel.shard._messages import Limits, Replica
+from cdr_kernel.shard._partition import Home, ShardDamaged, home_of, manifest_of, open_shard
+from cdr_kernel.shard._sharded_store import ShardedStore, ShardsMissing, devices_of
+from cdr_kernel.shard._worker import Reply, Request, Shard
 from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._warn import warn
 

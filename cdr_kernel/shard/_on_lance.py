@@ -31,15 +31,7 @@ from cdr_kernel.durable._copies import of_view
 from cdr_kernel.durable._dataset import Record, lance_module, said_plainly, schema_of
 from cdr_kernel.durable._rows import check_text, from_rows, to_rows
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.partition import (
-    CHUNK,
-    KIND,
-    ShardDamaged,
-    Write,
-    check_manifest,
-    empty_store,
-    save_part,
-)
+from cdr_kernel.shard._partition import CHUNK, KIND, ShardDamaged, Write, check_manifest, empty_store, save_part
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._atomic_folder import identity_of, turn
 from cdr_kernel.store._format import digest_of
