@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.report import write
-from cdr_kernel.files import check_output
+from cdr_kernel.files._files import check_output
 
 BENCHES = {
     "calibrated": "the calibrated mode at scale: first and later windows",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdr_kernel.files import write_text
+from cdr_kernel.files._files import write_text
 from cdr_kernel.report.page import h, isolated, number, page
 
 _MACHINE = ("machine", "system", "commit", "date", "device", "torch", "triton", "cuda", "capability", "memory")

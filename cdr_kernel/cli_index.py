@@ -18,8 +18,8 @@ import cdr_kernel.store
 from cdr_kernel.cli_command import fail
 from cdr_kernel.cli_inputs import check_source, embedder, make_source
 from cdr_kernel.cli_options import AsJson, EmbedOption
-from cdr_kernel.files import facts_on_disk, json_lines, json_text
-from cdr_kernel.index import FactFile
+from cdr_kernel.files._build_store import FactFile
+from cdr_kernel.files._files import facts_on_disk, json_lines, json_text
 from cdr_kernel.terminal import Progress, print_json, say, show
 from cdr_kernel.validation._scalars import counted
 
@@ -124,7 +124,7 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """Cut documents into facts, embed them, propose tasks: what `python -m bench quality --data STORE` needs."""
-    from cdr_kernel.ingest import propose_tasks, read_documents
+    from cdr_kernel.files._documents import propose_tasks, read_documents
 
     cdr_kernel.store._fact_store.check_store_folder(output)
     found = read_documents(documents)

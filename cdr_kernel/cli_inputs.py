@@ -12,7 +12,7 @@ import typer
 
 import cdr_kernel
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import Task, names_array, read_one_or_more, read_task_vectors, read_vector
+from cdr_kernel.files._files import Task, names_array, read_one_or_more, read_task_vectors, read_vector
 from cdr_kernel.store._format import KIND
 from cdr_kernel.terminal import Progress
 
@@ -88,7 +88,7 @@ def make_source(embeddings: str | None, embed: str | None, model: str | None) ->
 
 def embedder(model: str, store: cdr_kernel.FactStore | None = None) -> Callable[[list[str]], Any]:
     """The model of this name, which must be the store's where one is given."""
-    from cdr_kernel.embedder import load_embedder
+    from cdr_kernel.files._embedders import load_embedder
 
     if store is not None:
         check_model(model, store, "--embed")
@@ -105,7 +105,7 @@ def check_model(named: str | None, store: cdr_kernel.FactStore, option: str) -> 
 
 def own_embedder(store: cdr_kernel.FactStore, otherwise: str) -> Callable[[list[str]], Any]:
     """The store's model, where it is one that can be had here."""
-    from cdr_kernel.embedder import CARRIED
+    from cdr_kernel.files._embedders import CARRIED
 
     if store.embedding_model not in CARRIED:
         raise typer.BadParameter(otherwise)

@@ -19,7 +19,7 @@ from cdr_kernel.cli_options import (
     WhereMissingOption,
     WhereOption,
 )
-from cdr_kernel.files import read_vectors
+from cdr_kernel.files._files import read_vectors
 from cdr_kernel.rank._explain import explain_vectors
 from cdr_kernel.retrieve import Candidates
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT

@@ -49,7 +49,7 @@ from cdr_kernel.cli_options import (
     session_settings,
 )
 from cdr_kernel.cli_rank import asked_facts, largest_cosine, say_largest_cosine
-from cdr_kernel.files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
+from cdr_kernel.files._files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
 from cdr_kernel.loop import CommandWriter, ExtractWriter
 from cdr_kernel.loop._writers import MAX_TIMEOUT
 from cdr_kernel.record import RunRecord, summary

@@ -12,8 +12,8 @@ import typer
 from cdr_kernel.cli_command import command
 from cdr_kernel.cli_inputs import make_source
 from cdr_kernel.cli_options import AsJson
-from cdr_kernel.files import check_output, facts_on_disk
-from cdr_kernel.index import FactFile
+from cdr_kernel.files._build_store import FactFile
+from cdr_kernel.files._files import check_output, facts_on_disk
 from cdr_kernel.store._expiry import GRACE
 from cdr_kernel.terminal import Progress, cell, new_table, print_json, show
 from cdr_kernel.validation._scalars import counted

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
+from cdr_kernel.files._files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.retrieve._bm25 import TfIdf
 from cdr_kernel.session import SubQuery

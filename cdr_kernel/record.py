@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.files import Task
+from cdr_kernel.files._files import Task
 from cdr_kernel.loop import Window
 from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.rank._tables import BREAKDOWN

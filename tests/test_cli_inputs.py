@@ -42,7 +42,7 @@ def test_embedding_with_a_model(tmp_path, monkeypatch, store):
         assert model == "toy"
         return lambda texts: np.array([[len(text), 1.0 + text.count("e"), 1.0] for text in texts])
 
-    monkeypatch.setattr("cdr_kernel.embedder.load_embedder", load)
+    monkeypatch.setattr("cdr_kernel.files._embedders.load_embedder", load)
     made = json_of(invoke("index", FACTS, "--embed", "toy", "-o", tmp_path / "s", "--json"))
     assert (made["model"], made["dim"], made["facts"]) == ("toy", 3, 478)
     found = json_of(invoke("rank", tmp_path / "s", "--query", "what now", "--embed", "toy", "--json"))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from commands import GATE, QUERIES, TASK, fails, index_demo, invoke, json_of
 
-from cdr_kernel import Retriever, Session, WindowReport, cdr_rank, demo, embedder
+from cdr_kernel import Retriever, Session, WindowReport, cdr_rank, demo
+from cdr_kernel.files import _embedders
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_gate_takes_one_query_as_a_vector_or_as_a_text(store, tmp_path, monkeypa
     np.save(tmp_path / "q.npy", corpus.query[None])
     assert json_of(invoke("gate", store, "--queries", tmp_path / "q.npy", "--json")) == one
     assert one["queries"] == 1
-    monkeypatch.setattr(embedder, "load_embedder", lambda model: lambda texts: np.array([corpus.query] * len(texts)))
+    monkeypatch.setattr(_embedders, "load_embedder", lambda model: lambda texts: np.array([corpus.query] * len(texts)))
     asked = ("gate", store, "--queries", "how pods talk", "--json")
     assert json_of(invoke(*asked, "--embed", "demo-model")) == one
     assert "--queries 'how pods talk' is no file, so it is a text: expected --embed" in fails(*asked, code=2)

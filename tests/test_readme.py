@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cdr_kernel import demo
 from cdr_kernel.cli import app
-from cdr_kernel.files import read_task_vectors, read_tasks
+from cdr_kernel.files._files import read_task_vectors, read_tasks
 
 README = Path(__file__).parent.parent / "README.md"
 FORMATS = README.parent / "docs" / "cli.md"

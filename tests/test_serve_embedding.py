@@ -168,7 +168,7 @@ def test_a_request_that_embeds_for_too_long_is_504_and_changes_nothing(tmp_path,
 
 
 def test_a_model_that_no_store_has_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("cdr_kernel.embedder.load_embedder", lambda model: None)
+    monkeypatch.setattr("cdr_kernel.files._embedders.load_embedder", lambda model: None)
     make_store().save(tmp_path / "a")
     make_store(model="m2").save(tmp_path / "b")
     keys = write_keys(tmp_path / "keys.json", a="key-a", b="key-b")
@@ -183,7 +183,7 @@ def test_a_model_that_no_store_has_is_refused_at_the_start(tmp_path, monkeypatch
 
 
 def test_a_text_for_a_model_that_the_server_has_not_says_both(tmp_path, monkeypatch):
-    monkeypatch.setattr("cdr_kernel.embedder.load_embedder", lambda model: None)
+    monkeypatch.setattr("cdr_kernel.files._embedders.load_embedder", lambda model: None)
     make_store().save(tmp_path / "a")
     make_store(model="m2").save(tmp_path / "b")
     keys = write_keys(tmp_path / "keys.json", a="key-a", b="key-b")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.files import Task, read_array, read_facts, read_task_vectors, read_tasks
+from cdr_kernel.files._files import Task, read_array, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.loop import ExtractWriter, Window, WindowPrompt, run_windows
 from cdr_kernel.loop._assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.rank import cdr_rank, pack_facts

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import write_text
+from cdr_kernel.files._files import write_text
 from cdr_kernel.report.page import page
 from cdr_kernel.report.runs import Run, check_run, read_run
 from cdr_kernel.report.sections import body, title

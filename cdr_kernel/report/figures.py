@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cdr_kernel.files import check_output
+from cdr_kernel.files._files import check_output
 from cdr_kernel.report.runs import METRICS, Run
 from cdr_kernel.store._atomic_folder import draft
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import check_regular, shown
+from cdr_kernel.files._files import check_regular, shown
 from cdr_kernel.loop._assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.record import RUN_SCHEMA
 

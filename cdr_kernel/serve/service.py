@@ -245,7 +245,7 @@ class Service:
         wrong, DamagedFileError for a store of which a block is not as it was written."""
         settings = self.settings
         if settings.embed is not None:
-            from cdr_kernel.embedder import load_embedder
+            from cdr_kernel.files._embedders import load_embedder
 
             self._embedder = load_embedder(settings.embed)
         self._batcher = Batcher(

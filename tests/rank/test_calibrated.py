@@ -25,7 +25,7 @@ from cdr_kernel import (
     reference,
     run_windows,
 )
-from cdr_kernel.files import Task
+from cdr_kernel.files._files import Task
 from cdr_kernel.loop import guarantee_holds
 from cdr_kernel.rank import _calibrated
 from cdr_kernel.rank._calibrated import ask

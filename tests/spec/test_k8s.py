@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cdr_kernel import FactStore
 from cdr_kernel.cli import app
-from cdr_kernel.files import read_tasks
+from cdr_kernel.files._files import read_tasks
 
 DATA = Path(os.environ.get("CDR_DATA_DIR", ""))
 FILES = ("facts.parquet", "facts_title_minilm_f16.npy", "tasks_dev.json", "queries_dev_minilm_f16.npz")

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from fact_stores import flip
 
-from cdr_kernel import DamagedFileError, FactStore, NGramGuard, Retriever, Session, SubQuery, cdr_rank, files
-from cdr_kernel.files import json_text, read_facts, read_task_vectors, read_tasks
+from cdr_kernel import DamagedFileError, FactStore, NGramGuard, Retriever, Session, SubQuery, cdr_rank
+from cdr_kernel.files import _files
+from cdr_kernel.files._files import json_text, read_facts, read_task_vectors, read_tasks
 from cdr_kernel.retrieve import _retriever
 from cdr_kernel.shard import ShardedRetriever, partition
 from cdr_kernel.shard import _partition as partition_module
@@ -154,7 +155,7 @@ def ingested(folder):
     np.savez(folder.with_name("q.npz"), **{"0:query": QUERY, "0:subs": subs})
     lines = [{"id": id, "text": text} for id, text in zip(given["ids"], given["texts"], strict=True)]
     beside = {
-        "facts.jsonl": files.json_lines(lines),
+        "facts.jsonl": _files.json_lines(lines),
         "tasks.json": json_text({"schema": 1, "tasks": [{"id": "t", "query": "q", "sub_queries": items}]}),
     }
     content = {name: text.encode() for name, text in beside.items()}

@@ -106,14 +106,14 @@ def contents(kind, output):
 
 def serve(folder):
     """Make what is asked for in a child, and kill it; one line of JSON each way."""
+    import cdr_kernel.ingest
     import cdr_kernel.partition
 
     import cdr_kernel.cli
-    import cdr_kernel.ingest
     import cdr_kernel.retrieve
-    from cdr_kernel import embedder
+    from cdr_kernel.files import _embedders
 
-    embedder.load_embedder = lambda model: embed
+    _embedders.load_embedder = lambda model: embed
     cdr_kernel.retrieve._retriever.WORTH_CODES = cdr_kernel.shard._partition.WORTH_CODES = 64  # so that codes are saved
     for line in sys.stdin:
         kind, name, output, seconds, at_once = json.loads(line)

@@ -14,11 +14,12 @@ import pytest
 from timing import seconds
 from typer.testing import CliRunner
 
-from cdr_kernel import FactStore, cli_run, embedder
+from cdr_kernel import FactStore, cli_run
 from cdr_kernel.cli import app
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import read_tasks
-from cdr_kernel.ingest import DocumentFact, cut, propose_tasks, read_documents
+from cdr_kernel.files import _embedders
+from cdr_kernel.files._documents import DocumentFact, cut, propose_tasks, read_documents
+from cdr_kernel.files._files import read_tasks
 from cdr_kernel.quality import evaluate, load_corpus, ranked, summarise
 from cdr_kernel.store._format import KIND
 
@@ -270,7 +271,7 @@ def fake_embedder(model):
 
 
 def test_two_commands_from_documents_to_the_experiment(docs, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     out = tmp_path / "store"
     result = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy", "--json"])
     assert result.exit_code == 0, result.output
@@ -296,7 +297,7 @@ def test_two_commands_from_documents_to_the_experiment(docs, tmp_path, monkeypat
 
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, before):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text("A first text.")
     out, sync, named = tmp_path / "store", os.fsync, set()
@@ -339,7 +340,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, before):
 
 
 def test_a_reader_at_any_moment_finds_all_files_of_one_store(docs, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     out, replace, seen, placed = tmp_path / "store", os.replace, [], []
     names = ("facts.jsonl", "queries.npz", "tasks.json")
 
@@ -368,7 +369,7 @@ def test_a_reader_at_any_moment_finds_all_files_of_one_store(docs, tmp_path, mon
 
 
 def test_the_next_ingest_ends_what_a_killed_one_had_begun(docs, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     out, replace, killed = tmp_path / "store", os.replace, []
 
     def ingested(folder):
@@ -401,7 +402,7 @@ def test_the_next_ingest_ends_what_a_killed_one_had_begun(docs, tmp_path, monkey
 
 
 def test_a_file_beside_a_store_that_is_gone_is_named_with_what_to_do(docs, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     out = tmp_path / "store"
     assert CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"]).exit_code == 0
     (out / "tasks.json").unlink()
@@ -415,7 +416,7 @@ def test_a_file_beside_a_store_that_is_gone_is_named_with_what_to_do(docs, tmp_p
 
 
 def test_other_facts_in_the_folder_take_the_files_of_the_ingest_along(docs, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     out = tmp_path / "store"
     assert CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"]).exit_code == 0
     store = FactStore.load(out)
@@ -432,7 +433,7 @@ def test_other_facts_in_the_folder_take_the_files_of_the_ingest_along(docs, tmp_
 
 
 def test_a_run_refuses_tasks_of_another_store_than_it_opened(docs, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     out, opened = tmp_path / "store", cli_run.opened_store
 
     def ingest():
@@ -453,7 +454,7 @@ def test_a_run_refuses_tasks_of_another_store_than_it_opened(docs, tmp_path, mon
 
 
 def test_ingest_names_documents_without_facts(docs, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedder, "load_embedder", fake_embedder)
+    monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
     (docs / "open.md").write_text("```\nnever closed\n\n" + a_page("Lost", ["a", "b"]))
     result = CliRunner().invoke(app, ["ingest", str(docs), "-o", str(tmp_path / "store"), "--embed", "toy"])
     assert result.exit_code == 0, result.output

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import FactBatch, count_facts, first_place, read_array, read_facts
+from cdr_kernel.files._files import FactBatch, count_facts, first_place, read_array, read_facts
 from cdr_kernel.store import FactStore
 
 Embed: TypeAlias = Callable[[list[str]], Any]

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cdr_kernel import files
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import (
+from cdr_kernel.files import _files
+from cdr_kernel.files._files import (
     count_facts,
     first_place,
     names_array,
@@ -81,7 +81,7 @@ def test_jsonl_fields_and_their_fallbacks(tmp_path):
 
 
 def test_rows_keep_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BATCH_ROWS", 4)
+    monkeypatch.setattr(_files, "BATCH_ROWS", 4)
     texts = [f"text {i}" for i in range(10)]
     jsonl = lines(tmp_path / "f.jsonl", *(json.dumps({"text": text}).encode() for text in texts))
     parquet = tmp_path / "f.parquet"
@@ -301,7 +301,7 @@ def test_write_json_is_whole_or_not_at_all(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="modes of another kind")
 def test_write_json_keeps_the_mode_of_what_it_replaces(tmp_path, monkeypatch):
     path, modes = tmp_path / "run.json", []
-    monkeypatch.setattr(files.os, "fsync", lambda handle: modes.append(os.fstat(handle).st_mode & 0o777))
+    monkeypatch.setattr(_files.os, "fsync", lambda handle: modes.append(os.fstat(handle).st_mode & 0o777))
     umask = os.umask(0o022)
     try:
         write_json(path, {"n": 1})
@@ -319,8 +319,8 @@ def test_write_json_keeps_the_mode_of_what_it_replaces(tmp_path, monkeypatch):
 def test_write_json_writes_to_what_is_no_regular_file(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    assert files.goes_out_at_once(fifo)
-    assert not files.goes_out_at_once(tmp_path / "none")
+    assert _files.goes_out_at_once(fifo)
+    assert not _files.goes_out_at_once(tmp_path / "none")
     got = []
     reader = threading.Thread(target=lambda: got.append(json.loads(fifo.read_text())))
     reader.start()
@@ -344,11 +344,11 @@ def test_write_errors_name_the_file_that_was_asked_for(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device", "draft")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(_files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as caught:
         write_json(tmp_path / "run.json", {})
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "run.json"))
-    monkeypatch.setattr(files.os, "access", lambda path, how: False)
+    monkeypatch.setattr(_files.os, "access", lambda path, how: False)
     with pytest.raises(PermissionError, match=r"no permission to write to its folder: .*run\.json"):
         write_json(tmp_path / "run.json", {})
     assert list(tmp_path.iterdir()) == []

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from cdr_kernel import files
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.index import FactFile
+from cdr_kernel.files import _files
+from cdr_kernel.files._build_store import FactFile
 
 MODEL = "m"
 
@@ -17,7 +17,7 @@ MODEL = "m"
 @pytest.fixture
 def six(tmp_path, monkeypatch):
     """Six facts and their vectors, read two at a time."""
-    monkeypatch.setattr(files, "BATCH_ROWS", 2)
+    monkeypatch.setattr(_files, "BATCH_ROWS", 2)
     facts = tmp_path / "facts.jsonl"
     facts.write_text("\n".join(json.dumps({"id": f"f{i}", "text": f"text {i}", "pos": i}) for i in range(6)))
     vectors = np.random.default_rng(3).normal(size=(6, 4)).astype(np.float32)

@@ -21,7 +21,7 @@ from markdown_it import MarkdownIt
 from markdown_it.common.utils import normalizeReference
 
 from cdr_kernel.exceptions import FileError
-from cdr_kernel.files import TASK_SCHEMA
+from cdr_kernel.files._files import TASK_SCHEMA
 from cdr_kernel.spec.constants import MAX_WINDOWS
 
 SUFFIXES = (".md", ".markdown", ".txt")
