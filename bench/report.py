@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cdr_kernel.files._files import write_text
-from cdr_kernel.report.page import h, isolated, number, page
+from cdr_kernel.report._page import h, isolated, number, page
 
 _MACHINE = ("machine", "system", "commit", "date", "device", "torch", "triton", "cuda", "capability", "memory")
 _TIMES = ("p20", "p50", "p80")

@@ -52,11 +52,11 @@ from cdr_kernel.cli_rank import asked_facts, largest_cosine, say_largest_cosine
 from cdr_kernel.files._files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
 from cdr_kernel.loop import CommandWriter, ExtractWriter
 from cdr_kernel.loop._writers import MAX_TIMEOUT
-from cdr_kernel.record import RunRecord, summary
+from cdr_kernel.report._run_record import RunRecord, summary
+from cdr_kernel.report._store_map import StoreMap
 from cdr_kernel.session._task import Calibrated
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store._attributes import Where
-from cdr_kernel.storemap import StoreMap
 from cdr_kernel.terminal import fits, new_table, print_json, say, show
 from cdr_kernel.validation._scalars import counted
 

@@ -16,13 +16,13 @@ from cdr_kernel.files._files import Task, read_array, read_facts, read_task_vect
 from cdr_kernel.loop import ExtractWriter, Window, WindowPrompt, run_windows
 from cdr_kernel.loop._assess import DEFAULT_EXPECTED_WORDS
 from cdr_kernel.rank import cdr_rank, pack_facts
-from cdr_kernel.record import RunRecord
+from cdr_kernel.report._run_record import RunRecord
+from cdr_kernel.report._store_map import StoreMap
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Session, SubQuery
 from cdr_kernel.spec.constants import CALIBRATED_GATE
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._stored_facts import sequences_of
-from cdr_kernel.storemap import StoreMap
 from cdr_kernel.validation._arrays import Float64
 
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"

@@ -13,9 +13,9 @@ from typing import Any
 
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files._files import write_text
-from cdr_kernel.report.page import page
-from cdr_kernel.report.runs import Run, check_run, read_run
-from cdr_kernel.report.sections import body, title
+from cdr_kernel.report._page import page
+from cdr_kernel.report._runs import Run, check_run, read_run
+from cdr_kernel.report._sections import body, title
 
 __all__ = ["FIGURES", "MOST_RUNS", "named", "read_run", "report_html", "write_report"]
 
@@ -42,7 +42,7 @@ def write_report(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
     """
     check_ending(path)
     if path.suffix.lower() in FIGURES:
-        from cdr_kernel.report.figures import write_figures
+        from cdr_kernel.report._figures import write_figures
 
         write_figures(path, _checked(runs))
     else:

@@ -29,7 +29,7 @@ from cdr_kernel.files._files import Task
 from cdr_kernel.loop import guarantee_holds
 from cdr_kernel.rank import _calibrated
 from cdr_kernel.rank._calibrated import ask
-from cdr_kernel.record import RunRecord
+from cdr_kernel.report._run_record import RunRecord
 from cdr_kernel.score._cdr_score import Factors, passing_scores
 
 WORDS = ("pod", "Services", "traffic", "storage", "volume", "kubeProxy", "the", "network", "restarts")

@@ -12,8 +12,8 @@ from cdr_kernel.files._files import Task
 from cdr_kernel.loop import Window
 from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.rank._tables import BREAKDOWN
+from cdr_kernel.report._store_map import StoreMap
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
-from cdr_kernel.storemap import StoreMap
 from cdr_kernel.text import tokenize
 
 RUN_SCHEMA = 1

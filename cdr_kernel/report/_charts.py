@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from cdr_kernel.report.page import h
-from cdr_kernel.report.runs import Metric, Run
+from cdr_kernel.report._page import h
+from cdr_kernel.report._runs import Metric, Run
 
 WIDTH, HEIGHT = 320, 196
 _LEFT, _RIGHT, _TOP, _BOTTOM = 30, 12, 14, 28

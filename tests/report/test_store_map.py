@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore
-from cdr_kernel.storemap import MOST_POINTS, StoreMap
+from cdr_kernel.report._store_map import MOST_POINTS, StoreMap
 
 
 def store(n, dim=8, seed=0):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cdr_kernel.files._files import check_output
-from cdr_kernel.report.runs import METRICS, Run
+from cdr_kernel.report._runs import METRICS, Run
 from cdr_kernel.store._atomic_folder import draft
 
 _COLOURS = ("#1d5fa8", "#a83c0c", "#1b7350", "#7b3fa0")

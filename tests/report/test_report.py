@@ -21,8 +21,8 @@ from cdr_kernel import demo
 from cdr_kernel.cli import app
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.report import named, read_run, report_html, write_report
-from cdr_kernel.report.charts import luminance, window_colour
-from cdr_kernel.report.runs import METRICS, Run
+from cdr_kernel.report._charts import luminance, window_colour
+from cdr_kernel.report._runs import METRICS, Run
 
 STYLE = Path(demo.__file__).parent.parent / "report" / "style.css"
 HOSTILE = "</script><script>window.hacked=1</script> <img src=x onerror=hacked()> & \" ' \u2028\u202e"

@@ -13,7 +13,7 @@ from typing import Any
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files._files import check_regular, shown
 from cdr_kernel.loop._assess import DEFAULT_EXPECTED_WORDS
-from cdr_kernel.record import RUN_SCHEMA
+from cdr_kernel.report._run_record import RUN_SCHEMA
 
 Window = Mapping[str, Any]
 

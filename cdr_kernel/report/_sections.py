@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cdr_kernel.report.charts import anchor, has_map, legend_mark, lines, store_map, window_colour
-from cdr_kernel.report.page import h, isolated, number
-from cdr_kernel.report.runs import METRICS, Run, Window
+from cdr_kernel.report._charts import anchor, has_map, legend_mark, lines, store_map, window_colour
+from cdr_kernel.report._page import h, isolated, number
+from cdr_kernel.report._runs import METRICS, Run, Window
 from cdr_kernel.validation._scalars import counted
 
 _LONG = 420  # characters of a text that are shown before the rest is folded away
