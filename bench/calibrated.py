@@ -25,7 +25,7 @@ import cdr_kernel.demo
 from bench.data import Clusters, grow_with_base
 from bench.measure import Times, machine, once, peak_rss_mb
 from cdr_kernel import FactStore, Ranking, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts, reference
-from cdr_kernel.quality import load_corpus
+from cdr_kernel.quality._experiment import load_corpus
 
 SMALL = 240
 """Facts of the store that the reference ranks."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cdr_kernel.quality import (
+from cdr_kernel.quality._experiment import (
     EMBEDDINGS,
     TOKENIZERS,
     WRITERS,

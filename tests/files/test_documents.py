@@ -20,7 +20,7 @@ from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import _embedders
 from cdr_kernel.files._documents import DocumentFact, cut, propose_tasks, read_documents
 from cdr_kernel.files._files import read_tasks
-from cdr_kernel.quality import evaluate, load_corpus, ranked, summarise
+from cdr_kernel.quality._experiment import evaluate, load_corpus, ranked, summarise
 from cdr_kernel.store._format import KIND
 
 PAGE = """---

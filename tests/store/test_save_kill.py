@@ -78,7 +78,7 @@ def make(kind, name, folder, output):
 def contents(kind, output):
     """All that is in the place, of one save and whole; None for nothing."""
     from cdr_kernel import FactStore, Retriever
-    from cdr_kernel.quality import load_corpus
+    from cdr_kernel.quality._experiment import load_corpus
     from cdr_kernel.shard import ShardedStore
 
     manifest = {"partition": "partition.json", "durable": "facts.lance"}.get(kind, "manifest.json")

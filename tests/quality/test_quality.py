@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cdr_kernel import FactStore
-from cdr_kernel.quality import (
+from cdr_kernel.quality._experiment import (
     WRITERS,
     Method,
     Outcome,

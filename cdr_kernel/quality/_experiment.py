@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.quality_data import EMBEDDINGS, MODEL, TOKENIZERS, Case, Corpus, golden, load_corpus
-from cdr_kernel.quality_methods import (
+from cdr_kernel.quality._corpus import EMBEDDINGS, MODEL, TOKENIZERS, Case, Corpus, golden, load_corpus
+from cdr_kernel.quality._methods import (
     Method,
     Ranked,
     baselines,
@@ -31,7 +31,7 @@ from cdr_kernel.quality_methods import (
     pick_xquad,
     ranked,
 )
-from cdr_kernel.quality_run import (
+from cdr_kernel.quality._run import (
     DROPPED,
     LEAST_SIMILARITY,
     WRITERS,

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.quality_data import Case, Corpus
+from cdr_kernel.quality._corpus import Case, Corpus
 from cdr_kernel.validation._arrays import Float64
 
 DROPPED = 0.25

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.quality_data import Case, Corpus
-from cdr_kernel.quality_run import Run
+from cdr_kernel.quality._corpus import Case, Corpus
+from cdr_kernel.quality._run import Run
 from cdr_kernel.rank import cdr_rank, pack_facts
 from cdr_kernel.session import Session, WindowReport
 from cdr_kernel.text import NGramGuard

@@ -1,0 +1,3 @@
+"""The quality experiment: does retrieval hold its quality over windows?"""
+
+from __future__ import annotations
