@@ -23,8 +23,8 @@ from cdr_kernel import (
     cdr_score,
     reference,
 )
-from cdr_kernel.adapters import crprotocol_6
-from cdr_kernel.adapters.facts import FactArray
+from cdr_kernel.adapters import _crprotocol_6
+from cdr_kernel.adapters._facts import FactArray
 from cdr_kernel.score._columns import coverage_centroid
 from cdr_kernel.score._device_rows import DeviceRows
 from cdr_kernel.session import CoverageEntry
@@ -172,7 +172,7 @@ def test_the_drop_in_of_crprotocol_knows_how_far_its_numbers_may_be_off(depth):
     vector = r.standard_normal(2)
     rows = (0.3 * vector + 0.1 * r.standard_normal((5, 2))).tolist()
     facts, entries = FactArray([Item(row) for row in rows]), [Item(vector.tolist(), depth)] * ENTRIES
-    columns, slack = crprotocol_6.Task(facts, vector.tolist(), entries, [], None, -1.0)._columns()
+    columns, slack = _crprotocol_6.Task(facts, vector.tolist(), entries, [], None, -1.0)._columns()
     coverage = cdr_score((facts.matrix,), columns, squared_norms=facts.squared_norms).coverage
-    plain = [crprotocol_6.coverage_score(row, entries) for row in rows]
+    plain = [_crprotocol_6.coverage_score(row, entries) for row in rows]
     assert np.abs(coverage - plain).max() <= slack < 1e-10

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from cdr_kernel.adapters import crprotocol_6, crprotocol_spec
-from cdr_kernel.adapters.facts import FactArray
+from cdr_kernel.adapters import _crprotocol_6, _crprotocol_spec
+from cdr_kernel.adapters._facts import FactArray
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.score import Scores
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, EXHAUSTION_RATIO
@@ -43,7 +43,7 @@ __all__ = [
 
 SEMANTICS = ("spec", "crprotocol-6")
 SPEC, CRPROTOCOL_6 = SEMANTICS
-BEST = crprotocol_6.BEST
+BEST = _crprotocol_6.BEST
 _SCORING = ("coverage_score", "residual_pull", "novelty", "entries", "residuals")
 """Methods that decide a score: a subclass that has its own is asked fact by fact."""
 _ORIGINAL = ("crp.state.coverage_set", "CoverageSet")
@@ -129,21 +129,23 @@ class CoverageSet:
     def coverage_score(self, fact_embedding: list[float]) -> float:
         """§2.2's weighted mean of the cosines to the entries; 0 without entries."""
         if self.semantics == CRPROTOCOL_6:
-            score: float = crprotocol_6.coverage_score(fact_embedding, self._entries)
+            score: float = _crprotocol_6.coverage_score(fact_embedding, self._entries)
             return score
         return float(self._scores(fact_embedding).coverage[0])
 
     def residual_pull(self, fact_embedding: list[float]) -> float:
         """The largest cosine to what remains; 0 without any. "spec": 0 also while nothing is covered (reading R1)."""
         if self.semantics == CRPROTOCOL_6:
-            pull: float = crprotocol_6.residual_pull(fact_embedding, self._residual)
+            pull: float = _crprotocol_6.residual_pull(fact_embedding, self._residual)
             return pull
         return float(self._scores(fact_embedding).residual_pull[0])
 
     def novelty(self, fact_embedding: list[float]) -> float:
         """§2.4: from .20 to 2 under "spec" (reading R3); "crprotocol-6" adds the pull's share and ends at 1."""
         if self.semantics == CRPROTOCOL_6:
-            fresh: float = crprotocol_6.novelty(self.coverage_score(fact_embedding), self.residual_pull(fact_embedding))
+            fresh: float = _crprotocol_6.novelty(
+                self.coverage_score(fact_embedding), self.residual_pull(fact_embedding)
+            )
             return fresh
         return float(self._scores(fact_embedding).novelty[0])
 
@@ -196,7 +198,7 @@ class CoverageSet:
             residual = [item for item in self._residual if (item.sub_query_id or item.text) not in done]
         else:
             residual = self._remaining(all_sub_queries, done)
-        crprotocol_spec.check_vectors(entries, residual)
+        _crprotocol_spec.check_vectors(entries, residual)
         self._entries, self._residual, self._addressed = entries, residual, done
         self.embedding_model_id = self.embedding_model_id or embedding_model_id
 
@@ -204,7 +206,7 @@ class CoverageSet:
         """Replace what remains, by ResidualItem objects."""
         residual = list(residual_items)
         if self.semantics == SPEC:
-            crprotocol_spec.check_vectors(self._entries, residual)
+            _crprotocol_spec.check_vectors(self._entries, residual)
         self._residual = residual
 
     def entry_count(self) -> int:
@@ -239,7 +241,7 @@ class CoverageSet:
         ]
 
     def _scores(self, vector: Any) -> Scores:
-        return crprotocol_spec.scores_of(vector, self._entries, self._residual)
+        return _crprotocol_spec.scores_of(vector, self._entries, self._residual)
 
 
 def cdr_score(
@@ -473,21 +475,21 @@ def _rank(
     importance = None if importance_fn is None else [importance_fn(fact) for fact in held]
     parts = _parts(coverage_set)
     if _semantics(coverage_set, semantics) == SPEC:
-        ranked = crprotocol_spec.rank(held, query, coverage_set, parts, importance, min_relevance)
-        mean = crprotocol_6.mean_novelty(ranked.novelty)
+        ranked = _crprotocol_spec.rank(held, query, coverage_set, parts, importance, min_relevance)
+        mean = _crprotocol_6.mean_novelty(ranked.novelty)
         best = zip(ranked.cdr_score[:BEST], ranked.relevance[:BEST], strict=True)
         ratios = [score / relevance for score, relevance in best if relevance > 0.0]  # reading R27
         exhausted = (sum(ratios) / len(ratios) if ratios else 0.0) < threshold
     elif parts is None:
-        weights = crprotocol_6.weights_at(importance, range(len(held)))
+        weights = _crprotocol_6.weights_at(importance, range(len(held)))
         methods = coverage_set.novelty, coverage_set.residual_pull
-        ranked = crprotocol_6.rank_plain(
-            len(held), lambda i: crprotocol_6.score(held.vector(i), query, *methods, weights[i], min_relevance)
+        ranked = _crprotocol_6.rank_plain(
+            len(held), lambda i: _crprotocol_6.score(held.vector(i), query, *methods, weights[i], min_relevance)
         )
-        mean = crprotocol_6.mean_novelty(ranked.novelty)
+        mean = _crprotocol_6.mean_novelty(ranked.novelty)
         exhausted = mean < threshold
     else:
-        task = crprotocol_6.Task(held, query, *parts, importance, min_relevance)
+        task = _crprotocol_6.Task(held, query, *parts, importance, min_relevance)
         ranked = task.rank()
         mean = task.mean_novelty(ranked, threshold)
         exhausted = mean < threshold
@@ -508,15 +510,15 @@ def _score(
     held = FactArray([fact])
     parts = _parts(coverage_set)
     if _semantics(coverage_set, semantics) == SPEC:
-        ranked = crprotocol_spec.rank(held, query, coverage_set, parts, [importance], min_relevance)
+        ranked = _crprotocol_spec.rank(held, query, coverage_set, parts, [importance], min_relevance)
         if ranked.positions:
             return scored_fact(fact, *(values[0] for values in ranked[1:]))
         relevance = 0.0
         if len(held.rows):
-            below = crprotocol_spec.rank(held, query, CoverageSet(), ([], []), [importance], -np.inf)
+            below = _crprotocol_spec.rank(held, query, CoverageSet(), ([], []), [importance], -np.inf)
             relevance = below.relevance[0]
         return scored_fact(fact, relevance, excluded=True)
     if parts is None:
         methods = coverage_set.novelty, coverage_set.residual_pull
-        return scored_fact(fact, *crprotocol_6.score(held.vector(0), query, *methods, importance, min_relevance))
-    return scored_fact(fact, *crprotocol_6.Task(held, query, *parts, [importance], min_relevance).plain(0))
+        return scored_fact(fact, *_crprotocol_6.score(held.vector(0), query, *methods, importance, min_relevance))
+    return scored_fact(fact, *_crprotocol_6.Task(held, query, *parts, [importance], min_relevance).plain(0))

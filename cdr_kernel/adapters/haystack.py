@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cdr_kernel.adapters.sessions import Sessions, SessionSource, breakdown
+from cdr_kernel.adapters._session_book import Sessions, SessionSource, breakdown
 from cdr_kernel.session import Exit, Session, WindowReport
 
 try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from cdr_kernel.adapters.sessions import Sessions, breakdown, text_id
+from cdr_kernel.adapters._session_book import Sessions, breakdown, text_id
 from cdr_kernel.rank import Ranking
 from cdr_kernel.session import Exit, WindowReport
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cdr_kernel.adapters.sessions import Sessions, SessionSource
+from cdr_kernel.adapters._session_book import Sessions, SessionSource
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Exit, WindowReport
 

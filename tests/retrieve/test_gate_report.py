@@ -21,7 +21,7 @@ from cdr_kernel import (
     run_windows,
     suggest_min_relevance,
 )
-from cdr_kernel.adapters.sessions import Sessions
+from cdr_kernel.adapters._session_book import Sessions
 from cdr_kernel.retrieve._retriever import EXACT_KINDS
 from cdr_kernel.shard import ShardedRetriever
 from cdr_kernel.shard._sharded_retriever import ShardedStore

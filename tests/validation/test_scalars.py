@@ -18,7 +18,7 @@ from cdr_kernel import (
     cdr_score,
     rank_many,
 )
-from cdr_kernel.adapters.facts import FactArray
+from cdr_kernel.adapters._facts import FactArray
 from cdr_kernel.shard._sharded_retriever import ShardedStore
 from cdr_kernel.store._expiry import microseconds
 from cdr_kernel.validation._scalars import check_order

@@ -16,8 +16,8 @@ from llama_index.core.query_engine import RetrieverQueryEngine  # noqa: E402
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode  # noqa: E402
 
 from cdr_kernel import WindowReport, cdr_rank  # noqa: E402
+from cdr_kernel.adapters._session_book import Sessions  # noqa: E402
 from cdr_kernel.adapters.llamaindex import CDRPostprocessor, CDRRetriever  # noqa: E402
-from cdr_kernel.adapters.sessions import Sessions  # noqa: E402
 
 MODEL = llamaindex_windows.Known()
 REPORT = WindowReport(0.3, addressed=(demo.sub_queries[0].id,))

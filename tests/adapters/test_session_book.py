@@ -20,7 +20,7 @@ from cdr_kernel import (
     cdr_rank,
     pack_facts,
 )
-from cdr_kernel.adapters.sessions import Sessions, breakdown, text_id
+from cdr_kernel.adapters._session_book import Sessions, breakdown, text_id
 
 R = np.random.default_rng(5)
 QUERY = R.standard_normal(16)

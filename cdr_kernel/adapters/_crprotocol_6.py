@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cdr_kernel.adapters.facts import SOUND, FactArray, as_floats, pack_rows
+from cdr_kernel.adapters._facts import SOUND, FactArray, as_floats, pack_rows
 from cdr_kernel.score import Columns, cdr_score
 from cdr_kernel.score._columns import QUERY, RESIDUAL
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR

@@ -17,7 +17,7 @@ import pytest
 
 from cdr_kernel import Session, WindowReport
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "adapters.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.M | re.S)
 NEEDS = ("crp", "langchain_core", "llama_index", "haystack", "lancedb")
@@ -65,7 +65,7 @@ def test_the_loops_end_where_an_exit_is_true(loop, ending, tmp_path, monkeypatch
         written.append(output)
         return WindowReport(1.0, tuple(item.id for item in sub_queries))
 
-    monkeypatch.setattr("cdr_kernel.adapters.sessions.count_words", complete)
+    monkeypatch.setattr("cdr_kernel.adapters._session_book.count_words", complete)
     monkeypatch.chdir(tmp_path)
     if isinstance(loop, str):
         module = import_module(loop)

@@ -13,8 +13,8 @@ from demo_data import demo, embed, facts, new_session, query  # noqa: E402
 from haystack import Document, Pipeline  # noqa: E402
 
 from cdr_kernel import WindowReport  # noqa: E402
+from cdr_kernel.adapters._session_book import Sessions  # noqa: E402
 from cdr_kernel.adapters.haystack import CDRRanker  # noqa: E402
-from cdr_kernel.adapters.sessions import Sessions  # noqa: E402
 
 REPORT = WindowReport(0.3, addressed=(demo.sub_queries[0].id,))
 DOCUMENTS = [

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cdr_kernel import EmbeddingModelMismatch, constants, reference
+from cdr_kernel.adapters import _crprotocol_6
 from cdr_kernel.adapters import crprotocol as ours
-from cdr_kernel.adapters import crprotocol_6
+from cdr_kernel.adapters._facts import embedding_of, pack_rows
 from cdr_kernel.adapters.crprotocol import FactArray, install
-from cdr_kernel.adapters.facts import embedding_of, pack_rows
 
 E1, E2, E3 = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]
 QUERY = [0.8, 0.6, 0.0]
@@ -754,5 +754,5 @@ def test_the_constants_are_the_packages(theirs):
     cdr = import_module("crp.envelope.cdr")
     assert constants.CDR_MIN_RELEVANCE == cdr.CDR_MIN_RELEVANCE
     assert constants.EXHAUSTION_RATIO == cdr.CDR_EXHAUSTION_THRESHOLD
-    assert crprotocol_6.MIN_NOVELTY_FLOOR == cdr.MIN_NOVELTY_FLOOR
-    assert crprotocol_6.COVERAGE_PENALTY_CAP == cdr.COVERAGE_PENALTY_CAP
+    assert _crprotocol_6.MIN_NOVELTY_FLOOR == cdr.MIN_NOVELTY_FLOOR
+    assert _crprotocol_6.COVERAGE_PENALTY_CAP == cdr.COVERAGE_PENALTY_CAP

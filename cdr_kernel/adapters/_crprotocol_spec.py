@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cdr_kernel.adapters.crprotocol_6 import Ranked, weights_at
-from cdr_kernel.adapters.facts import FactArray, pack_rows
+from cdr_kernel.adapters._crprotocol_6 import Ranked, weights_at
+from cdr_kernel.adapters._facts import FactArray, pack_rows
 from cdr_kernel.score import Columns, Scores, cdr_score
 from cdr_kernel.validation._arrays import Blocks, Float64, as_vector, factor, safe_blocks
 

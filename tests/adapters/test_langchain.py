@@ -14,8 +14,8 @@ from langchain_core.documents import Document  # noqa: E402
 from langchain_core.runnables import RunnableLambda  # noqa: E402
 
 from cdr_kernel import WindowReport, cdr_rank  # noqa: E402
+from cdr_kernel.adapters._session_book import Sessions, text_id  # noqa: E402
 from cdr_kernel.adapters.langchain import CDRCompressor, CDRRetriever  # noqa: E402
-from cdr_kernel.adapters.sessions import Sessions, text_id  # noqa: E402
 
 EMBEDDINGS = langchain_windows.Known()
 REPORT = WindowReport(0.3, addressed=(demo.sub_queries[0].id,))

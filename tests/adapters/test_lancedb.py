@@ -12,8 +12,8 @@ from demo_data import demo, embed, facts, new_session, query  # noqa: E402
 from lancedb.index import FTS  # noqa: E402
 
 from cdr_kernel import WindowReport  # noqa: E402
+from cdr_kernel.adapters._session_book import Sessions  # noqa: E402
 from cdr_kernel.adapters.lancedb import CDRReranker  # noqa: E402
-from cdr_kernel.adapters.sessions import Sessions  # noqa: E402
 
 REPORT = WindowReport(0.3, addressed=(demo.sub_queries[0].id,))
 FACTS = facts[::5]
