@@ -212,7 +212,7 @@ def serve(
     )
     warnings.simplefilter("ignore", UserWarning)  # of single sessions: their numbers are in every answer
     status = run_server(settings)
-    from cdr_kernel.serve.run import end_process, threads_run
+    from cdr_kernel.serve._process import end_process, threads_run
 
     if threads_run():  # an orderly end would wait for them, or pull the ground from under a model's library
         end_process(status)

@@ -22,7 +22,7 @@ pytest.importorskip("httpx2", reason="needs the serve-test extra")
 from starlette.testclient import TestClient
 
 from cdr_kernel.serve import Settings, create_app
-from cdr_kernel.serve.service import SPARE
+from cdr_kernel.serve._service import SPARE
 
 MODEL = "m1"
 DIM = 8

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cdr_kernel.serve.settings import Settings
+from cdr_kernel.serve._settings import Settings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,7 +36,7 @@ def create_app(settings: Settings, **parts: Any) -> FastAPI:
     together. The store is opened when the application starts.
     """
     try:
-        from cdr_kernel.serve.app import build
+        from cdr_kernel.serve._app import build
     except ImportError as error:
         raise ImportError(f"{NEEDS} ({error})") from error
     return build(settings, **parts)
@@ -45,7 +45,7 @@ def create_app(settings: Settings, **parts: Any) -> FastAPI:
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT, then finish what was accepted; the exit status, 0 where nothing was lost."""
     try:
-        from cdr_kernel.serve.run import run
+        from cdr_kernel.serve._process import run
     except ImportError as error:
         raise ImportError(f"{NEEDS} ({error})") from error
     return run(settings)

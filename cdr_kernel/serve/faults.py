@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from cdr_kernel.exceptions import DamagedFileError
-from cdr_kernel.serve import logs
+from cdr_kernel.serve import _logs
 
 DAMAGED = "damaged"
 NO_SPACE = "no_space"
@@ -67,7 +67,7 @@ class Faults:
     count: called with the kind of each fault.
     """
 
-    def __init__(self, seldom: logs.Seldom, count: Callable[[str], object]) -> None:
+    def __init__(self, seldom: _logs.Seldom, count: Callable[[str], object]) -> None:
         self.damaged: dict[str, str] = {}
         """By tenant, what was damaged."""
         self._seldom = seldom
@@ -109,7 +109,7 @@ class Faults:
             with contextlib.suppress(Exception):  # still damaged; a request that meets it logs it again
                 await check()
                 del self.damaged[tenant]
-                logs.event("sound", tenant=tenant)
+                _logs.event("sound", tenant=tenant)
 
     def close(self) -> None:
         """Check no more."""
