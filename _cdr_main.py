@@ -12,7 +12,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # No exception, which an import might swallow or dress up; there is nothing yet to put in order.
         signal.signal(signal.SIGINT, _leave)
-    from cdr_kernel.cli import main as run
+    from cdr_kernel.cli._app import main as run
 
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cdr_kernel.cli._terminal import print_json, say
 from cdr_kernel.quality._experiment import (
     EMBEDDINGS,
     TOKENIZERS,
@@ -21,7 +22,6 @@ from cdr_kernel.quality._experiment import (
 )
 from cdr_kernel.session._session import MODES
 from cdr_kernel.session._task import GATES_ON
-from cdr_kernel.terminal import print_json, say
 
 COMPARED = "relevance,relevance_excluded,round_robin"
 

@@ -25,12 +25,12 @@ import cdr_kernel.demo
 from bench.data import Clusters, grow, load_base, load_queries
 from bench.measure import Times, machine, once
 from cdr_kernel import _C, FactStore, Ranking, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts
+from cdr_kernel.cli._terminal import print_json, say
 from cdr_kernel.shard import ShardedRetriever, partition
 from cdr_kernel.shard._messages import Slot
 from cdr_kernel.shard._partition import facts_in, open_shard, put
 from cdr_kernel.shard._sharded_retriever import ShardedStore, merged
 from cdr_kernel.shard._worker import ARRAYS, Request, Shard
-from cdr_kernel.terminal import print_json, say
 
 MODEL = "bench"
 BILLION = 10**9

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 IMPORTS = "import numpy, typer"
-HELP = "import sys; sys.argv = ['cdr', '--help']; from cdr_kernel.cli import main; main()"
+HELP = "import sys; sys.argv = ['cdr', '--help']; from cdr_kernel.cli._app import main; main()"
 ROUNDS = 9
 MOST = 3.0  # times the processor seconds of IMPORTS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdr_kernel.cli import main
+from cdr_kernel.cli._app import main
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import cdr_kernel
-from cdr_kernel.cli import app
+from cdr_kernel.cli._app import app
 
 PACKAGE = Path(cdr_kernel.__file__).parent
 FACTS = str(PACKAGE / "demo" / "facts.jsonl")
@@ -71,7 +71,7 @@ def environment(**more):
 def start(*arguments, **options):
     """A command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "cdr_kernel.cli", *(str(a) for a in arguments)],
+        [sys.executable, "-m", "cdr_kernel.cli._app", *(str(a) for a in arguments)],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **options},
     )
 

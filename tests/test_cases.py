@@ -32,7 +32,7 @@ from cdr_kernel import (
     pack_facts,
     reference,
 )
-from cdr_kernel.cli import app
+from cdr_kernel.cli._app import app
 from cdr_kernel.retrieve._retriever import EXACT_KINDS, KINDS
 
 IMPLS = available_impls()

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cdr_kernel import demo
-from cdr_kernel.cli import app
+from cdr_kernel.cli._app import app
 from cdr_kernel.files._files import read_task_vectors, read_tasks
 
 README = Path(__file__).parent.parent / "README.md"

@@ -14,8 +14,9 @@ import pytest
 from timing import seconds
 from typer.testing import CliRunner
 
-from cdr_kernel import FactStore, cli_run
-from cdr_kernel.cli import app
+from cdr_kernel import FactStore
+from cdr_kernel.cli import _run
+from cdr_kernel.cli._app import app
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files import _embedders
 from cdr_kernel.files._documents import DocumentFact, cut, propose_tasks, read_documents
@@ -434,7 +435,7 @@ def test_other_facts_in_the_folder_take_the_files_of_the_ingest_along(docs, tmp_
 
 def test_a_run_refuses_tasks_of_another_store_than_it_opened(docs, tmp_path, monkeypatch):
     monkeypatch.setattr(_embedders, "load_embedder", fake_embedder)
-    out, opened = tmp_path / "store", cli_run.opened_store
+    out, opened = tmp_path / "store", _run.opened_store
 
     def ingest():
         return CliRunner().invoke(app, ["ingest", str(docs), "-o", str(out), "--embed", "toy"])
@@ -447,7 +448,7 @@ def test_a_run_refuses_tasks_of_another_store_than_it_opened(docs, tmp_path, mon
     assert ingest().exit_code == 0
     run = ["run", str(out), str(out / "tasks.json"), "--vectors", str(out / "queries.npz"), "--writer", "extract"]
     assert CliRunner().invoke(app, run).exit_code == 0
-    monkeypatch.setattr(cli_run, "opened_store", replaced_meanwhile)
+    monkeypatch.setattr(_run, "opened_store", replaced_meanwhile)
     told = CliRunner().invoke(app, run)
     assert told.exit_code == 1
     assert f"{out}: the store was replaced while it was read: read it again" in told.stderr

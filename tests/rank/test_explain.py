@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cdr_kernel import FactStore, NGramGuard, Retriever, Session, SubQuery, WindowReport, cdr_rank, explain, pack_facts
-from cdr_kernel.cli import app
+from cdr_kernel.cli._app import app
 from cdr_kernel.rank._explain import STATUSES, explain_vectors
 
 DIM = 12

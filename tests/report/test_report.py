@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cdr_kernel import demo
-from cdr_kernel.cli import app
+from cdr_kernel.cli._app import app
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.report import named, read_run, report_html, write_report
 from cdr_kernel.report._charts import luminance, window_colour

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cdr_kernel import FactStore
-from cdr_kernel.cli import app
+from cdr_kernel.cli._app import app
 from cdr_kernel.files._files import read_tasks
 
 DATA = Path(os.environ.get("CDR_DATA_DIR", ""))

@@ -62,17 +62,18 @@ def inputs(folder):
 
 def make(kind, name, folder, output):
     """One attempt, in the child."""
-    from cdr_kernel import FactStore, cli
+    from cdr_kernel import FactStore
+    from cdr_kernel.cli import _app
     from cdr_kernel.shard import partition
 
     if kind == "ingest":
-        cli.app(["ingest", str(folder / f"docs-{name}"), "-o", str(output), "--embed", MODEL], standalone_mode=False)
+        _app.app(["ingest", str(folder / f"docs-{name}"), "-o", str(output), "--embed", MODEL], standalone_mode=False)
     elif kind == "partition":
         partition(FactStore.load(folder / f"store-{name}"), output, shards=2)
     else:
         vectors = ["--embeddings", str(folder / f"{name}.npy"), "--model", MODEL]
         durable = ["--durable"] if kind == "durable" else []
-        cli.app(["index", str(folder / f"{name}.jsonl"), *vectors, "-o", str(output), *durable], standalone_mode=False)
+        _app.app(["index", str(folder / f"{name}.jsonl"), *vectors, "-o", str(output), *durable], standalone_mode=False)
 
 
 def contents(kind, output):

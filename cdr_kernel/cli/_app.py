@@ -12,14 +12,14 @@ from typing import Annotated
 import typer
 
 import cdr_kernel
-from cdr_kernel import cli_store
-from cdr_kernel.cli_command import command, end_in_order, interrupted
-from cdr_kernel.cli_index import index, ingest
-from cdr_kernel.cli_options import AsJson
-from cdr_kernel.cli_rank import gate, rank
-from cdr_kernel.cli_run import demo, report, run
-from cdr_kernel.cli_serve import serve
-from cdr_kernel.terminal import cell, drop_output, new_table, prepare_streams, print_json, say, show
+from cdr_kernel.cli import _store
+from cdr_kernel.cli._command import command, end_in_order, interrupted
+from cdr_kernel.cli._index import index, ingest
+from cdr_kernel.cli._options import AsJson
+from cdr_kernel.cli._rank import gate, rank
+from cdr_kernel.cli._run import demo, report, run
+from cdr_kernel.cli._serve import serve
+from cdr_kernel.cli._terminal import cell, drop_output, new_table, prepare_streams, print_json, say, show
 
 app = typer.Typer(
     name="cdr",
@@ -80,7 +80,7 @@ def _root(
 
 def doctor(as_json: AsJson = False) -> None:
     """Versions, SIMD, threads, GPU and which implementation is chosen."""
-    from cdr_kernel.doctor import diagnose, reason
+    from cdr_kernel.cli._doctor import diagnose, reason
 
     found = diagnose()
     if as_json:
@@ -114,7 +114,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 for body in (demo, index, ingest, rank, run, report, serve, gate, doctor):
     command(app, body)
-app.add_typer(cli_store.group, name="store")
+app.add_typer(_store.group, name="store")
 
 if __name__ == "__main__":
     main()

@@ -12,15 +12,8 @@ import numpy as np
 import typer
 
 import cdr_kernel
-from cdr_kernel.cli_inputs import (
-    check_model,
-    check_one_save,
-    embedder,
-    opened_store,
-    task_vectors,
-    where_filter,
-)
-from cdr_kernel.cli_options import (
+from cdr_kernel.cli._inputs import check_model, check_one_save, embedder, opened_store, task_vectors, where_filter
+from cdr_kernel.cli._options import (
     AsJson,
     ClampNoveltyOption,
     CompletionThresholdOption,
@@ -48,7 +41,8 @@ from cdr_kernel.cli_options import (
     no_nan,
     session_settings,
 )
-from cdr_kernel.cli_rank import asked_facts, largest_cosine, say_largest_cosine
+from cdr_kernel.cli._rank import asked_facts, largest_cosine, say_largest_cosine
+from cdr_kernel.cli._terminal import fits, new_table, print_json, say, show
 from cdr_kernel.files._files import Task, check_output, goes_out_at_once, is_stdout, pick_task, read_tasks, write_json
 from cdr_kernel.loop import CommandWriter, ExtractWriter
 from cdr_kernel.loop._writers import MAX_TIMEOUT
@@ -57,7 +51,6 @@ from cdr_kernel.report._store_map import StoreMap
 from cdr_kernel.session._task import Calibrated
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store._attributes import Where
-from cdr_kernel.terminal import fits, new_table, print_json, say, show
 from cdr_kernel.validation._scalars import counted
 
 if TYPE_CHECKING:

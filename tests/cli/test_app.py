@@ -33,7 +33,7 @@ def test_help_loads_nothing_heavy():
     heavy = ("torch", "faiss", "pyarrow", "transformers", "sentence_transformers")
     code = (
         "import sys; sys.argv = ['cdr', '--help']\n"
-        "from cdr_kernel.cli import main\n"
+        "from cdr_kernel.cli._app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         f"print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"
@@ -79,7 +79,7 @@ def test_output_for_terminals_that_know_no_unicode(store, tmp_path):
     invoke("index", facts, "--embeddings", vectors, "--model", "m", "-o", odd)
     plain = environment(PYTHONIOENCODING="ascii", NO_COLOR="1", TERM="dumb", COLUMNS="120")
     shown = subprocess.run(
-        [sys.executable, "-m", "cdr_kernel.cli", "rank", odd, "--query", vectors],
+        [sys.executable, "-m", "cdr_kernel.cli._app", "rank", odd, "--query", vectors],
         env=plain,
         capture_output=True,
         check=True,
@@ -138,7 +138,7 @@ def test_a_closed_pipe_is_no_error(store, arguments):
     reading, writing = os.pipe()
     os.close(reading)
     process = subprocess.run(
-        [sys.executable, "-m", "cdr_kernel.cli", *(str(store) if a == "STORE" else a for a in arguments)],
+        [sys.executable, "-m", "cdr_kernel.cli._app", *(str(store) if a == "STORE" else a for a in arguments)],
         stdout=writing,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -153,7 +153,7 @@ def test_a_closed_pipe_is_no_error(store, arguments):
 def test_a_full_disk_is_one_line(arguments):
     with open("/dev/full", "wb") as full:
         process = subprocess.run(
-            [sys.executable, "-m", "cdr_kernel.cli", *arguments],
+            [sys.executable, "-m", "cdr_kernel.cli._app", *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             env=environment(),

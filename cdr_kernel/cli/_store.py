@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cdr_kernel.cli_command import command
-from cdr_kernel.cli_inputs import make_source
-from cdr_kernel.cli_options import AsJson
+from cdr_kernel.cli._command import command
+from cdr_kernel.cli._inputs import make_source
+from cdr_kernel.cli._options import AsJson
+from cdr_kernel.cli._terminal import Progress, cell, new_table, print_json, show
 from cdr_kernel.files._build_store import FactFile
 from cdr_kernel.files._files import check_output, facts_on_disk
 from cdr_kernel.store._expiry import GRACE
-from cdr_kernel.terminal import Progress, cell, new_table, print_json, show
 from cdr_kernel.validation._scalars import counted
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cdr_kernel.cli_options import (
+from cdr_kernel.cli._options import (
     ClampNoveltyOption,
     CompletionThresholdOption,
     EmbedOption,

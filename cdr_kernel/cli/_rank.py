@@ -8,8 +8,8 @@ import numpy as np
 import typer
 
 import cdr_kernel
-from cdr_kernel.cli_inputs import check_model, opened_store, query_vector, query_vectors, where_filter
-from cdr_kernel.cli_options import (
+from cdr_kernel.cli._inputs import check_model, opened_store, query_vector, query_vectors, where_filter
+from cdr_kernel.cli._options import (
     AsJson,
     EmbedOption,
     Gate,
@@ -19,12 +19,12 @@ from cdr_kernel.cli_options import (
     WhereMissingOption,
     WhereOption,
 )
+from cdr_kernel.cli._terminal import cell, new_table, print_json, say, show, width
 from cdr_kernel.files._files import read_vectors
 from cdr_kernel.rank._explain import explain_vectors
 from cdr_kernel.retrieve import Candidates
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, DEFAULT_DEPTH, MAX_WINDOWS, MAX_WINDOWS_LIMIT
 from cdr_kernel.store._attributes import Where
-from cdr_kernel.terminal import cell, new_table, print_json, say, show, width
 from cdr_kernel.validation._scalars import counted
 
 FULL_WIDTH = 80  # characters that the table of `rank` needs with all its columns

@@ -11,10 +11,10 @@ from typing import Any
 import typer
 
 import cdr_kernel
+from cdr_kernel.cli._terminal import Progress
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files._files import Task, names_array, read_one_or_more, read_task_vectors, read_vector
 from cdr_kernel.store._format import KIND
-from cdr_kernel.terminal import Progress
 
 _MISTYPED = re.compile(r"\S+\.np[a-z]?:?\S*")  # a query that is meant to be a file
 

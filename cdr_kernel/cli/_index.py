@@ -15,12 +15,12 @@ import typer
 import cdr_kernel
 import cdr_kernel.retrieve
 import cdr_kernel.store
-from cdr_kernel.cli_command import fail
-from cdr_kernel.cli_inputs import check_source, embedder, make_source
-from cdr_kernel.cli_options import AsJson, EmbedOption
+from cdr_kernel.cli._command import fail
+from cdr_kernel.cli._inputs import check_source, embedder, make_source
+from cdr_kernel.cli._options import AsJson, EmbedOption
+from cdr_kernel.cli._terminal import Progress, print_json, say, show
 from cdr_kernel.files._build_store import FactFile
 from cdr_kernel.files._files import facts_on_disk, json_lines, json_text
-from cdr_kernel.terminal import Progress, print_json, say, show
 from cdr_kernel.validation._scalars import counted
 
 

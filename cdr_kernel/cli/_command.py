@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import typer
 
+from cdr_kernel.cli._terminal import drop_output, flush, log_on_stderr, print_json, say
 from cdr_kernel.exceptions import WriterError
-from cdr_kernel.terminal import drop_output, flush, log_on_stderr, print_json, say
 
 
 class Terminated(KeyboardInterrupt):

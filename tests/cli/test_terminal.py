@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cdr_kernel.terminal import cell, fits, log_on_stderr, new_table, printable, say, show
+from cdr_kernel.cli._terminal import cell, fits, log_on_stderr, new_table, printable, say, show
 
 STEERING = "\x1b]0;title\x07 \x1b[31mred\x9b0m \r\x08\u202e a\nb\x1cc"
 CLEAN = "\ufffd]0;title\ufffd \ufffd[31mred\ufffd0m \ufffd\ufffd a b c"

@@ -1,0 +1,3 @@
+"""The command `cdr`."""
+
+from __future__ import annotations
