@@ -2,8 +2,8 @@
 
     python -m bench ngram [--facts 1000000] [--window-facts 15000] [--json]
 
-Every way of counting is checked on the same facts before it is timed. The baseline is `cdr_kernel.spec.reference`, which
-is never tuned; on all facts it is extrapolated from the window's. Times are medians of wall time.
+Every way of counting is checked on the same facts before it is timed. The baseline is `spec.reference`, which is
+never tuned; on all facts it is extrapolated from the window's. Times are medians of wall time.
 """
 
 from __future__ import annotations

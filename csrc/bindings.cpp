@@ -405,7 +405,7 @@ void bind_checked(py::module_& m) {
     try {
       if (raised) std::rethrow_exception(raised);
     } catch (const cdr::Damage& damage) {
-      const py::object type = py::module_::import("cdr_kernel.damage").attr("DamagedFileError");
+      const py::object type = py::module_::import("cdr_kernel.exceptions").attr("DamagedFileError");
       const py::object block = damage.block < 0 ? py::object(py::none()) : py::object(py::int_(damage.block));
       PyErr_SetObject(type.ptr(), type(damage.what(), damage.path, block).ptr());
     } catch (const cdr::ReadError& error) {

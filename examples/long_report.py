@@ -14,9 +14,7 @@ import numpy as np
 
 from cdr_kernel import Retriever, Session, WindowPrompt, WindowReport, demo, run_windows
 from cdr_kernel.loop import ExtractWriter
-from cdr_kernel.report import write_report
-from cdr_kernel.report._run_record import RunRecord
-from cdr_kernel.report._store_map import StoreMap
+from cdr_kernel.report import RunRecord, StoreMap, write_report
 
 
 def prompt_of(prompt: WindowPrompt) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank, explain, pack_facts, tokenize
-from cdr_kernel.files._documents import propose_tasks, read_documents
+from cdr_kernel.files import propose_tasks, read_documents
 
 MODEL, DIM = "hashed-words", 512
 

@@ -33,7 +33,7 @@ class Sessions:
 
     source: a Session, or many by id (a mapping, or a function that returns the same Session for the same id); then
     every call names a session_id. assess: an output to its WindowReport, where ``update`` is given none; by default
-    ``cdr_kernel.loop._assess`` without an embedder, which counts words. tokenizer, hash_key: those of the sessions' n-gram
+    `assess` without an embedder, which counts words. tokenizer, hash_key: those of the sessions' n-gram
     guards, where they are not the default.
 
     What ``rank`` and ``rerank`` hand out last, per session, counts as the window's envelope. One that is empty because

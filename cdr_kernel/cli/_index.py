@@ -13,14 +13,14 @@ import numpy as np
 import typer
 
 import cdr_kernel
-import cdr_kernel.retrieve
-import cdr_kernel.store
 from cdr_kernel.cli._command import fail
 from cdr_kernel.cli._inputs import check_source, embedder, make_source
 from cdr_kernel.cli._options import AsJson, EmbedOption
 from cdr_kernel.cli._terminal import Progress, print_json, say, show
 from cdr_kernel.files._build_store import FactFile
 from cdr_kernel.files._files import facts_on_disk, json_lines, json_text
+from cdr_kernel.retrieve._retriever import WORTH_CODES
+from cdr_kernel.store._format import check_store_folder
 from cdr_kernel.validation._scalars import counted
 
 
@@ -74,7 +74,7 @@ def index(
 
         check_new_folder(output)
     else:
-        cdr_kernel.store._fact_store.check_store_folder(output)
+        check_store_folder(output)
     source = make_source(embeddings, embed, model)
     with facts_on_disk(facts) as (path, called):
         file = FactFile(path, source, start=start, stop=stop, name=embed or "", called=called)
@@ -82,7 +82,7 @@ def index(
             store, skipped = file.build(
                 embedding_model=embed or model or "", dtype=dtype.value, on_invalid=on_invalid.value, advance=advance
             )
-    codes = not no_codes and len(store) >= cdr_kernel.retrieve._retriever.WORTH_CODES
+    codes = not no_codes and len(store) >= WORTH_CODES
     with _writing(output):
         if durable:
             _make_durable(store, output, codes)
@@ -126,7 +126,7 @@ def ingest(
     """Cut documents into facts, embed them, propose tasks: what `python -m bench quality --data STORE` needs."""
     from cdr_kernel.files._documents import propose_tasks, read_documents
 
-    cdr_kernel.store._fact_store.check_store_folder(output)
+    check_store_folder(output)
     found = read_documents(documents)
     facts = [fact for document in found for fact in document.facts]
     if not facts:

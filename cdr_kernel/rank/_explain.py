@@ -164,7 +164,8 @@ class Explanation:
         return Group(head, *(_tables.rich_table(table) for table in self.tables()))
 
     def _repr_html_(self) -> str:
-        head = f"<p><b>{_tables.escape(self.fact.id)}</b>: {_tables.escape(self.fact.text)}<br>{_tables.escape(self.summary)}"
+        id, text, summary = map(_tables.escape, (self.fact.id, self.fact.text, self.summary))
+        head = f"<p><b>{id}</b>: {text}<br>{summary}"
         return head + "</p>" + "".join(map(_tables.html, self.tables()))
 
 

@@ -14,10 +14,12 @@ from typing import Any
 from cdr_kernel.exceptions import FileError
 from cdr_kernel.files._files import write_text
 from cdr_kernel.report._page import page
+from cdr_kernel.report._run_record import RunRecord
 from cdr_kernel.report._runs import Run, check_run, read_run
 from cdr_kernel.report._sections import body, title
+from cdr_kernel.report._store_map import StoreMap
 
-__all__ = ["FIGURES", "MOST_RUNS", "named", "read_run", "report_html", "write_report"]
+__all__ = ["FIGURES", "MOST_RUNS", "RunRecord", "StoreMap", "named", "read_run", "report_html", "write_report"]
 
 MOST_RUNS = 4
 FIGURES = (".png", ".svg", ".pdf")

@@ -1,6 +1,6 @@
 """torch.ops.cdr_kernel: the exact scores and the fused pass as torch operators.
 
-``import cdr_kernel.score.torch_ops`` registers them. They have fake implementations, so ``torch.compile(fullgraph=True)``,
+Importing this module registers them. They have fake implementations, so ``torch.compile(fullgraph=True)``,
 ``torch.export`` and ``opcheck`` take them; nothing is differentiable. They run on the device and the stream they are
 called on.
 """

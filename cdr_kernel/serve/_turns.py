@@ -1,6 +1,6 @@
 """Threads that work for many tenants: each tenant has a queue, and tenants take turns.
 
-Work is a function, or a generator that yields wherever it may pause (see `cdr_kernel.concurrency._steps`). A turn is a few
+Work is a function, or a generator that yields wherever it may pause (see `concurrency._steps`). A turn is a few
 milliseconds of one job; then the next tenant's oldest job has one, and the job waits at the end of its tenant's queue.
 So a tenant with a hundred long jobs delays another one's short job by a turn, not by a hundred jobs. Where there are
 several threads, one of them alone does what has proved to be long, whoever's it is: more of them would only contend for

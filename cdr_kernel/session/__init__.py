@@ -4,5 +4,16 @@ from __future__ import annotations
 
 from cdr_kernel.session._session import Session
 from cdr_kernel.session._task import CoverageEntry, Exit, SessionEnded, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.session._token import SessionToken, StoreBehind
 
-__all__ = ["CoverageEntry", "Exit", "Session", "SessionEnded", "SubQuery", "WindowReport", "depth_from_words"]
+__all__ = [
+    "CoverageEntry",
+    "Exit",
+    "Session",
+    "SessionEnded",
+    "SessionToken",
+    "StoreBehind",
+    "SubQuery",
+    "WindowReport",
+    "depth_from_words",
+]

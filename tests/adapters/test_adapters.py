@@ -89,9 +89,9 @@ def test_without_its_framework_an_adapter_names_the_extra(module):
     assert f'pip install ".[{extra}]" in a checkout' in run.stderr.splitlines()[-1]
 
 
-def test_the_readme_and_the_pins_name_the_same_versions():
+def test_the_page_and_the_pins_name_the_same_versions():
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    table = dict(re.findall(r"^\| .* \| `([a-z-]+)` ([0-9.]+) \|", (ROOT / "README.md").read_text(), re.M))
+    table = dict(re.findall(r"^\| .* \| `([a-z-]+)` ([0-9.]+) \|", (ROOT / "docs" / "adapters.md").read_text(), re.M))
     distributions = {"crprotocol", *(name for _, _, name in EXTRAS.values())}
     assert table.keys() == distributions
     assert table == {name: pins[name] for name in distributions}

@@ -12,11 +12,11 @@ import warnings
 
 import numpy as np
 import pytest
-from test_rank import agree, truth, world
 
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, cdr_score, rank_many
 from cdr_kernel.retrieve._scan_index import ScanIndex
 from cdr_kernel.retrieve._window_cache import RowCache, TaskCache
+from tests.rank.test_cdr_rank import agree, truth, world
 
 
 def same(a, b):

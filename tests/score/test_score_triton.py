@@ -125,11 +125,11 @@ def test_compile_uses_wgmma_for_the_batched_shape(compiled):
 def parity_case(dtype, mode, shape, flags):
     """Bounds of the kernel against plain torch and the exact scores, then the answers of cdr_score."""
     import torch
-    from test_bounds import check_bounds, some_columns
 
     from cdr_kernel.score import _triton
     from cdr_kernel.score._bound_search import Factors32, Rows, bounds_torch, pack
     from cdr_kernel.score._device_rows import _converted
+    from tests.score.test_bound_search import check_bounds, some_columns
 
     dim, sessions, covered, residual = shape
     n = 1 if "one" in flags else 150
@@ -181,7 +181,8 @@ def parity_case(dtype, mode, shape, flags):
 def sparse_case(dtype):
     """What the calibrated mode asks: addends of single rows, gates that do not score, factors above zero alone."""
     import torch
-    from test_columns import some_world
+
+    from tests.score.test_columns import some_world
 
     kind = {"float16": "float16", "float64": "float64"}.get(dtype, "float32")
     seen = {"addend": 0, "gated addend": 0, "gate only": 0, "above zero": 0}
@@ -259,25 +260,33 @@ def nothing_below_and_nothing_kept():
 def cdr_score_under_triton():
     """The parity tests of test_score.py with impl="triton"."""
     code = pytest.main(
-        ["-q", "-x", "-p", "no:cacheprovider", "-k", "triton", str(Path(__file__).parents[1] / "test_score.py")]
+        [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "triton",
+            str(Path(__file__).parents[1] / "score" / "test_cdr_score.py"),
+        ]
     )
     assert code == 0
 
 
 def the_op():
     """torch.ops.cdr_kernel on CPU tensors goes through the kernel here."""
-    from test_torch_ops import check_score_bounds_op
+    from tests.score.test_torch_ops import check_score_bounds_op
 
     check_score_bounds_op("triton")
 
 
 def a_retriever_on_a_device():
     """Two windows of several sessions through the kernel, as a scan answers them."""
-    import test_device_index as device
     import torch
 
     from cdr_kernel import Retriever
     from cdr_kernel.score._device_rows import DeviceRows
+    from tests.retrieve import test_device_index as device
 
     os.environ["CDR_KERNEL_IMPL"] = "triton"
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import cdr_kernel.torch_ops  # noqa: F401  # registers the operators
 import numpy as np
 import pytest
 import torch
-from test_bounds import some_columns
 
+import cdr_kernel.score.torch_ops  # noqa: F401  # registers the operators
 from cdr_kernel import Columns, cdr_score
 from cdr_kernel.score._bound_search import Factors32, Rows, bounds_torch, pack
+from tests.score.test_bound_search import some_columns
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -43,7 +43,7 @@ def arguments(dtype, n=60, dim=12, residual=3, mode="random"):
 @pytest.mark.parametrize("mode", ["spec", "random"])
 def test_score_is_cdr_score(dtype, impl, mode):
     given, expected = arguments(dtype, mode=mode)
-    assert torch.ops.cdr_kernel.score._cdr_score(*given, impl).numpy().tobytes() == expected.tobytes()
+    assert torch.ops.cdr_kernel.score(*given, impl).numpy().tobytes() == expected.tobytes()
 
 
 def at_the_gate():
@@ -56,7 +56,7 @@ def at_the_gate():
 def test_the_gate_is_the_one_of_cdr_score():
     embeddings, vectors, settings = at_the_gate()
     expected = cdr_score(embeddings, Columns.spec(vectors[0], min_relevance=0.55)).score.tolist()
-    assert expected == torch.ops.cdr_kernel.score._cdr_score(embeddings, vectors, *settings, False).tolist() == [0.55]
+    assert expected == torch.ops.cdr_kernel.score(embeddings, vectors, *settings, False).tolist() == [0.55]
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -66,17 +66,17 @@ def test_settings_that_are_not_float64_are_refused(place, dtype):
     settings[place] = torch.ones(2).to(dtype)
     name = ("scale", "shift", "weight", "gate")[place]
     with pytest.raises(TypeError, match=rf"{name}: expected torch\.float64, got {dtype}"):
-        torch.ops.cdr_kernel.score._cdr_score(embeddings, vectors, *settings, False)
+        torch.ops.cdr_kernel.score(embeddings, vectors, *settings, False)
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in (embeddings, vectors, *settings)]
         with pytest.raises(TypeError, match=rf"{name}: expected"):
-            torch.ops.cdr_kernel.score._cdr_score(*fakes, False)
+            torch.ops.cdr_kernel.score(*fakes, False)
 
 
 @pytest.mark.parametrize("impl", ["cpp", "torch"])
 def test_score_passes_opcheck(impl):
     given, _ = arguments(torch.float32)
-    torch.library.opcheck(torch.ops.cdr_kernel.score._cdr_score, (*given, impl))
+    torch.library.opcheck(torch.ops.cdr_kernel.score, (*given, impl))
 
 
 @pytest.mark.parametrize("impl", ["cpp", "torch"])
@@ -84,7 +84,7 @@ def test_score_passes_opcheck(impl):
 def test_score_compiles_into_one_graph(dtype, impl):
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def best(embeddings, *rest):
-        return torch.topk(torch.ops.cdr_kernel.score._cdr_score(embeddings * 2, *rest, impl), 3).values
+        return torch.topk(torch.ops.cdr_kernel.score(embeddings * 2, *rest, impl), 3).values
 
     for n in (60, 50):
         given, expected = arguments(dtype, n)
@@ -138,7 +138,7 @@ def test_score_bounds_compiles_into_one_graph():
 @pytest.mark.slow
 def test_score_compiles_with_inductor():
     def best(*given):
-        return torch.topk(torch.ops.cdr_kernel.score._cdr_score(*given, None), 3).values
+        return torch.topk(torch.ops.cdr_kernel.score(*given, None), 3).values
 
     given, expected = arguments(torch.float32)
     found = torch.compile(best, fullgraph=True)(*given)

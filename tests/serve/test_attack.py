@@ -26,7 +26,7 @@ from serving import DIM, MODEL, b64, make_store, new_session, query, update, wri
 from cdr_kernel.text._token_hashes import PROJECT_KEY, _sip_hash
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
-from test_serve_process import Process
+from tests.serve.test_process import Process
 
 pytestmark = [
     pytest.mark.attack,
@@ -167,8 +167,8 @@ class Server(Target):
 
 
 MAIN = """
-from cdr_kernel import cli
-cli.main()
+from cdr_kernel.cli import _app
+_app.main()
 """
 
 

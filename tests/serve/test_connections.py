@@ -15,7 +15,8 @@ from typing import ClassVar
 
 import pytest
 from serving import make_store
-from test_serve_process import Process
+
+from tests.serve.test_process import Process
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 

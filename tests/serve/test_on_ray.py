@@ -95,7 +95,8 @@ def scaled(service, tmp_path):
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server (apt-get install redis-server)")
     from ray import serve
-    from test_serve_redis import Server
+
+    from tests.serve.test_redis import Server
 
     port, store = service
     store.save(tmp_path / "store")

@@ -294,7 +294,8 @@ def test_what_is_not_done_in_time_is_lost_with_a_line_that_says_so(tmp_path):
 
 STUCK = """
 import threading
-from cdr_kernel import cli, embedder
+from cdr_kernel.cli import _app as cli
+from cdr_kernel.files import _embedders as embedder
 
 embedder.load_embedder = lambda model: lambda texts: threading.Event().wait()
 cli.main()

@@ -9,13 +9,15 @@ import time
 from contextlib import suppress
 
 import pytest
-import test_serve_process
 from serving import MODEL, b64, created, make_store, new_session, query
-from test_serve_process import Process, Raw, post, wait_until_in_flight
+
+from tests.serve.test_process import Process, Raw, post, wait_until_in_flight
 
 httpx = pytest.importorskip("httpx2")
 
-pytestmark = test_serve_process.pytestmark
+from tests.serve import test_process  # noqa: E402  # it needs httpx2 too
+
+pytestmark = test_process.pytestmark
 
 LARGE = "large " * 2_000_000
 GET_LARGE = b"GET /v1/facts/large HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -131,8 +133,9 @@ def test_an_answer_that_is_not_read_when_it_stops_is_not_called_answered(store):
 
 STUCK = """
 import sys, threading
-from cdr_kernel import cli
-from cdr_kernel.serve import rank_operations, run, schema, service, session_operations, stores
+from cdr_kernel.cli import _app as cli
+from cdr_kernel.serve import _process as run, _schema as schema, _service as service
+from cdr_kernel.serve import _session_operations as session_operations, _stores as stores
 
 where = sys.argv.pop(1)
 run.CLOSE_S = service.CLOSE_S = 0.5

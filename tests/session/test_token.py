@@ -13,18 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_session import (
-    HYPOTHESIS,
-    MODEL,
-    OUTPUT,
-    change,
-    make_envelope,
-    make_session,
-    play,
-    report,
-    reports,
-    sub_query,
-)
 
 from cdr_kernel import (
     EmbeddingModelMismatch,
@@ -42,6 +30,18 @@ from cdr_kernel.session import CoverageEntry, _serialize, _token
 from cdr_kernel.session._task import Feedback
 from cdr_kernel.session._token import BLOB_LIMIT, TOKEN_LIMIT, StoreBehind, head_of
 from cdr_kernel.shard import ShardedStore
+from tests.session.test_session import (
+    HYPOTHESIS,
+    MODEL,
+    OUTPUT,
+    change,
+    make_envelope,
+    make_session,
+    play,
+    report,
+    reports,
+    sub_query,
+)
 
 DIM = 16
 FACTS = 2600

@@ -12,14 +12,13 @@ import pytest
 
 pytest.importorskip("lance", reason="needs the extra store")
 
-from test_sharded import DIM, MODEL, calibrated, facts, flip, items_of, same, spec, written
-
 from cdr_kernel import FactStore, Retriever, cdr_rank
 from cdr_kernel.durable import DurableStore
 from cdr_kernel.shard import LanceHome, ShardedRetriever, partition
 from cdr_kernel.shard._partition import ShardDamaged, manifest_of, open_shard
 from cdr_kernel.shard._sharded_retriever import ShardedStore
 from cdr_kernel.store import _expiry
+from tests.shard.test_sharded import DIM, MODEL, calibrated, facts, flip, items_of, same, spec, written
 
 
 @pytest.fixture(scope="module")

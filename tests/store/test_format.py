@@ -111,7 +111,7 @@ class TestSaveAndLoad:
         old.save(tmp_path)
         script = f"""
             import os, numpy as np
-            from cdr_kernel import FactStore, store_folder as m
+            from cdr_kernel import FactStore; from cdr_kernel.store import _format as m
             s = FactStore(4, embedding_model="m1")
             s.add(["x"], ["x"], np.ones((1, 4)))
             m._save_strings = lambda *_: os._exit(9)
@@ -139,7 +139,7 @@ class TestSaveAndLoad:
     def test_killed_in_its_first_save_the_folder_can_be_saved_to(self, tmp_path, where):
         script = f"""
             import os, numpy as np
-            from cdr_kernel import FactStore, store_folder as m
+            from cdr_kernel import FactStore; from cdr_kernel.store import _format as m
             s = FactStore(4, embedding_model="m1")
             s.add(["x"], ["x"], np.ones((1, 4)))
             if {where!r} == "_save_strings":

@@ -107,11 +107,10 @@ def contents(kind, output):
 
 def serve(folder):
     """Make what is asked for in a child, and kill it; one line of JSON each way."""
-    import cdr_kernel.ingest
-    import cdr_kernel.partition
-
     import cdr_kernel.cli
+    import cdr_kernel.files._documents
     import cdr_kernel.retrieve
+    import cdr_kernel.shard
     from cdr_kernel.files import _embedders
 
     _embedders.load_embedder = lambda model: embed

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_exact import bits, running
 
 from cdr_kernel import (
     Columns,
@@ -30,6 +29,7 @@ from cdr_kernel.score._device_rows import DeviceRows
 from cdr_kernel.session import CoverageEntry
 from cdr_kernel.shard import ShardedRetriever
 from cdr_kernel.shard._sharded_retriever import ShardedStore
+from tests.laws.test_exact import bits, running
 
 ENTRIES, DIM, FACTS = 10_000, 4, 1000
 SHAPES = ("grouped", "alternating", "sizes", "random", "opposite", "nearly opposite", "tiny")

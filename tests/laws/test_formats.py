@@ -17,7 +17,7 @@ from fact_stores import reseal
 from cdr_kernel import FactStore, Retriever, Session, SubQuery, cdr_rank
 from cdr_kernel.report import read_run, report_html
 
-FIRST = Path(__file__).parent / "data" / "first"
+FIRST = Path(__file__).parents[1] / "data" / "first"
 
 
 @pytest.fixture
