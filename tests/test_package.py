@@ -18,7 +18,7 @@ from cdr_kernel import _C
 
 PACKAGE = Path(cdr_kernel.__file__).parent
 ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
-IMPORT_TORCH = {f"score/{name}.py" for name in ("_bound_search", "_device_rows", "_torch", "_triton", "torch_ops")}
+IMPORT_TORCH = {f"score/{name}.py" for name in ("_bound_search", "_device_rows", "_triton", "torch_ops")}
 OWN_VERSION = {"serve/_app.py"}
 HEAVY = {
     "torch",

@@ -16,6 +16,7 @@ exact routine's coverage is its product with the row. So its margin counts D rou
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -515,9 +516,10 @@ def bounded_search(
     k: int | None,
     source: Source | None = None,
 ) -> list[Int64]:
-    """``torch_candidates`` by bounds, with the Triton kernel ("triton") or plain torch ("torch").
+    """For each session the positions (in index; None: rows) of what may pass a gate and be among the k best.
 
-    source: where the rows are if not in data (host blocks, or one tensor on a device); data is then their host copy.
+    impl: who makes the bounds, the Triton kernel ("triton") or plain torch ("torch"). data: numpy blocks [N_i, D] with
+    squared_norms float64 [N], or one tensor on a device without them. source: where the rows are if not in data (host blocks, or one tensor on a device); data is then their host copy.
     """
     from cdr_kernel.score._cdr_score import exact_scores
 
@@ -542,8 +544,6 @@ def bounded_search(
 
 def _source(data: tuple[Any, ...], squared_norms: Float64 | None, index: Int64 | None) -> Source:
     """Host blocks, or one tensor on a device, as they are."""
-    from cdr_kernel.score._torch import borrowed
-
     parts, first = [], 0
     for block in data:
         if isinstance(block, torch.Tensor):
@@ -554,6 +554,15 @@ def _source(data: tuple[Any, ...], squared_norms: Float64 | None, index: Int64 |
             norms = np.sqrt(squared_norms[first : first + len(block)])
             inside = (norms > 2.0**-40) & (norms < 2.0**40)
             scale = torch.from_numpy(np.where(inside, 1.0 / norms, 0.0).astype(np.float32))
-        parts.append((first, Rows(borrowed(block), scale=scale)))
+        parts.append((first, Rows(_borrowed(block), scale=scale)))
         first += len(block)
     return Source(parts, index)
+
+
+def _borrowed(a: npt.NDArray[Any]) -> torch.Tensor:
+    """a as a tensor without a copy. torch warns of arrays that are read-only; nobody writes to this one."""
+    if a.flags.writeable:
+        return torch.from_numpy(a)
+    memory = (ctypes.c_byte * a.nbytes).from_address(a.ctypes.data)
+    alias: npt.NDArray[Any] = np.ndarray(a.shape, a.dtype, buffer=memoryview(memory).cast("B"))
+    return torch.from_numpy(alias)

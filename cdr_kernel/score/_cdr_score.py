@@ -216,9 +216,9 @@ def cdr_score(
     finite and >= 0, default 1. ngram_overlap: counts, [N] (or [M]), or one such row per session, default 0.
     k: only the k best, best first; None: all that pass, in the order of their rows. squared_norms: float64 [N]
     as ``StoreView`` keeps them, to save computing them again; the rows are then trusted. Not used on a device.
-    impl: "cpp" (every row in float64; the default on the CPU), "torch" (float32 on the tensor's device, with a
-    margin, then the exact routine for what may pass) or "triton" (one fused kernel in the rows' own dtype, then the
-    same; the default on CUDA devices).
+    impl: "cpp" (every row in float64; the default on the CPU), "torch" (upper bounds in float32 on the tensor's
+    device, then the exact routine for what may pass) or "triton" (the same bounds in one fused kernel; the default on
+    CUDA devices).
 
     embeddings may be a ``DeviceView`` too: the rows of a store on a device. It knows which are removed, and importance
     defaults to the store's.
@@ -265,17 +265,13 @@ def cdr_score(
 
     overlaps = _overlaps(ngram_overlap, len(sessions), count)
     each = [Factors(weights, factors, overlap) for overlap in overlaps]
-    if impl == "triton" or (resident is not None and impl == "torch"):
+    if impl == "cpp":
+        found = [np.arange(count) if resident is None else resident.living()] * len(sessions)
+    else:
         from cdr_kernel.score._bound_search import bounded_search
 
         source = None if resident is None else resident.source(of_store)
         found = bounded_search(impl, data, squared_norms, sessions, index, each, k, source)
-    elif impl == "torch":
-        from cdr_kernel.score._torch import torch_candidates
-
-        found = torch_candidates(data, squared_norms, sessions, index, each, k)
-    else:
-        found = [np.arange(count) if resident is None else resident.living()] * len(sessions)
     results = []
     for c, positions, f in zip(sessions, found, each, strict=True):
         at = positions if index is None else index[positions]

@@ -202,7 +202,7 @@ def test_blocks_are_read_as_one_array():
 def test_torch_chunks_do_not_change_the_answer(monkeypatch):
     embeddings, columns, _ = workload(500)
     whole = cdr_score(embeddings, columns, k=50, impl="torch")
-    monkeypatch.setattr("cdr_kernel.score._torch._CHUNK_BYTES", 4 * 37 * 64)
+    monkeypatch.setattr("cdr_kernel.score._bound_search._CHUNK_BYTES", 4 * 37 * 64)
     assert bits(cdr_score(embeddings, columns, k=50, impl="torch")) == bits(whole)
 
 
