@@ -1,8 +1,7 @@
-"""torch.ops.cdr_kernel: the exact scores and the fused pass as torch operators.
+"""torch.ops.cdr_kernel.score: the exact scores as a torch operator.
 
-Importing this module registers them. They have fake implementations, so ``torch.compile(fullgraph=True)``,
-``torch.export`` and ``opcheck`` take them; nothing is differentiable. They run on the device and the stream they are
-called on.
+Importing this module registers it. It has a fake implementation, so ``torch.compile(fullgraph=True)``,
+``torch.export`` and ``opcheck`` take it; it is not differentiable. It runs on the device and the stream it is called on.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cdr_kernel.score._bound_search import Factors32, Packed, Rows, bounds_torch
-from cdr_kernel.score._cdr_score import cdr_score, choose_impl
+from cdr_kernel.score._cdr_score import cdr_score
 from cdr_kernel.score._columns import COVERAGE, QUERY, RESIDUAL, Columns
 
 
@@ -73,81 +71,6 @@ def _(
     return embeddings.new_empty((embeddings.shape[0],), dtype=torch.float64)
 
 
-@torch.library.custom_op("cdr_kernel::score_bounds", mutates_args=())
-def score_bounds(
-    rows: torch.Tensor,
-    vectors: torch.Tensor,
-    columns: torch.Tensor,
-    sessions: torch.Tensor,
-    count: int,
-    dot: bool,
-    weighted: bool,
-    precision: str = "tf32",
-    row_scale: torch.Tensor | None = None,
-    row_error: torch.Tensor | None = None,
-    alive: torch.Tensor | None = None,
-    picked: torch.Tensor | None = None,
-    importance: torch.Tensor | None = None,
-    multiplier: torch.Tensor | None = None,
-    ngram_overlap: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """An upper bound of every score, -inf where the gate surely fails: float32 [count, n] on the device of rows.
-
-    One pass over rows [R, D] (float16, bfloat16, float32, float64, or int8 codes with row_scale) and the columns that
-    ``bounds.pack`` made. picked: int64 [n], which rows. See ``bounds.Rows`` and ``bounds.Factors32`` for the others.
-    The Triton kernel where it runs, plain torch elsewhere.
-    """
-    groups, tiles = vectors.shape[:2]
-    packed = Packed(
-        vectors=vectors,
-        columns=columns,
-        sessions=sessions,
-        order=np.arange(count),
-        unit=np.ones(count),
-        group=sessions.shape[2],
-        parts=columns.shape[3],
-        tiles=tiles,
-        groups=groups,
-        dot=dot,
-        precision=precision,
-        weighted=weighted,
-    )
-    n = len(rows) if picked is None else len(picked)
-    out = torch.empty((count, n), dtype=torch.float32, device=rows.device)
-    run = bounds_torch
-    if _by_triton(rows.device):
-        from cdr_kernel.score._triton import launch
-
-        run = launch
-    run(
-        packed,
-        Rows(rows, picked, row_scale, row_error, alive),
-        Factors32(importance, multiplier, ngram_overlap),
-        out,
-    )
-    return out
-
-
-@score_bounds.register_fake
-def _(
-    rows: torch.Tensor,
-    vectors: torch.Tensor,
-    columns: torch.Tensor,
-    sessions: torch.Tensor,
-    count: int,
-    dot: bool,
-    weighted: bool,
-    precision: str = "tf32",
-    row_scale: torch.Tensor | None = None,
-    row_error: torch.Tensor | None = None,
-    alive: torch.Tensor | None = None,
-    picked: torch.Tensor | None = None,
-    *rest: object,
-) -> torch.Tensor:
-    n = (rows if picked is None else picked).shape[0]
-    return rows.new_empty((count, n), dtype=torch.float32)
-
-
 def _check_settings(scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> None:
     """TypeError for settings that are not float64."""
     for name, setting in (("scale", scale), ("shift", shift), ("weight", weight), ("gate", gate)):
@@ -156,10 +79,3 @@ def _check_settings(scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tens
                 f"{name}: expected torch.float64, got {setting.dtype}, which rounds a setting such as 0.55 to another: "
                 "make it of float64 numbers, such as torch.tensor([0.55], dtype=torch.float64)"
             )
-
-
-def _by_triton(device: torch.device) -> bool:
-    try:
-        return choose_impl("triton", device) == "triton"
-    except (ImportError, ValueError):
-        return False

@@ -275,9 +275,10 @@ def cdr_score_under_triton():
 
 def the_op():
     """torch.ops.cdr_kernel on CPU tensors goes through the kernel here."""
-    from tests.score.test_torch_ops import check_score_bounds_op
+    from tests.score.test_torch_ops import DTYPES, test_score_is_cdr_score
 
-    check_score_bounds_op("triton")
+    for dtype in DTYPES:
+        test_score_is_cdr_score(dtype, "triton", "random")
 
 
 def a_retriever_on_a_device():

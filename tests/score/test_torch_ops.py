@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import cdr_kernel.score.torch_ops  # noqa: F401  # registers the operators
+import cdr_kernel.score.torch_ops  # noqa: F401  # registers the operator
 from cdr_kernel import Columns, cdr_score
-from cdr_kernel.score._bound_search import Factors32, Rows, bounds_torch, pack
 from tests.score.test_bound_search import some_columns
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -89,50 +88,6 @@ def test_score_compiles_into_one_graph(dtype, impl):
     for n in (60, 50):
         given, expected = arguments(dtype, n)
         assert best(*given).tolist() == np.sort(expected)[::-1][:3].tolist()
-
-
-def bounds_arguments(dtype, dim=20, sessions=5, picked=False):
-    r = np.random.default_rng(1)
-    columns = [some_columns(r, dim, 1, 3, "random") for _ in range(sessions)]
-    rows = torch.from_numpy(r.standard_normal((40, dim))).to(dtype)
-    (packed,) = pack(columns, dtype, dim, norms=False, device=torch.device("cpu"))
-    chosen = torch.from_numpy(r.permutation(40)[:25]) if picked else None
-    n = 25 if picked else 40
-    factors = Factors32(torch.rand(n), None, torch.randint(0, 5, (sessions, n), dtype=torch.int32))
-    given = (
-        rows, packed.vectors, packed.columns, packed.sessions, packed.count, packed.dot, packed.weighted,
-        packed.precision, None, None, None, chosen, *factors,
-    )  # fmt: skip
-    expected = torch.empty((sessions, n))
-    bounds_torch(packed, Rows(rows, chosen), factors, expected)
-    return given, expected
-
-
-def check_score_bounds_op(impl):
-    """The op gives what its pass gives, in every dtype. impl: what runs it here."""
-    from cdr_kernel.score.torch_ops import _by_triton
-
-    assert _by_triton(torch.device("cpu")) == (impl == "triton")
-    for dtype in DTYPES:
-        for picked in (False, True):
-            given, expected = bounds_arguments(dtype, picked=picked)
-            found = torch.ops.cdr_kernel.score_bounds(*given)
-            torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_score_bounds_is_the_pass():
-    check_score_bounds_op("torch")
-
-
-@pytest.mark.parametrize("picked", [False, True])
-def test_score_bounds_passes_opcheck(picked):
-    torch.library.opcheck(torch.ops.cdr_kernel.score_bounds, bounds_arguments(torch.float16, picked=picked)[0])
-
-
-def test_score_bounds_compiles_into_one_graph():
-    compiled = torch.compile(torch.ops.cdr_kernel.score_bounds, fullgraph=True, backend="aot_eager")
-    given, expected = bounds_arguments(torch.bfloat16)
-    torch.testing.assert_close(compiled(*given), expected)
 
 
 @pytest.mark.slow
