@@ -6,7 +6,6 @@ import random
 
 from hypothesis import strategies as st
 
-IMPLS = ["cpp", "python"]
 SECRET = bytes(range(16))
 
 SNIPPETS = [

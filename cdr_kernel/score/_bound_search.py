@@ -518,8 +518,9 @@ def bounded_search(
 ) -> list[Int64]:
     """For each session the positions (in index; None: rows) of what may pass a gate and be among the k best.
 
-    impl: who makes the bounds, the Triton kernel ("triton") or plain torch ("torch"). data: numpy blocks [N_i, D] with
-    squared_norms float64 [N], or one tensor on a device without them. source: where the rows are if not in data (host blocks, or one tensor on a device); data is then their host copy.
+    impl: who makes the bounds, the Triton kernel ("triton") or plain torch ("torch").
+    data: numpy blocks [N_i, D] with squared_norms float64 [N], or one tensor on a device without them.
+    source: where the rows are if not in data (host blocks, or one tensor on a device); data is then their host copy.
     """
     from cdr_kernel.score._cdr_score import exact_scores
 

@@ -1,7 +1,8 @@
 """torch.ops.cdr_kernel.score: the exact scores as a torch operator.
 
 Importing this module registers it. It has a fake implementation, so ``torch.compile(fullgraph=True)``,
-``torch.export`` and ``opcheck`` take it; it is not differentiable. It runs on the device and the stream it is called on.
+``torch.export`` and ``opcheck`` take it; it is not differentiable. It runs on the device and the stream that it
+is called on.
 """
 
 from __future__ import annotations

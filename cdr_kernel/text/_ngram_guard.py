@@ -3,18 +3,15 @@
 It counts over the `TokenRows` of `token_hashes`. An n-gram's hash is a 64-bit polynomial over its tokens' hashes,
 rolled over the row for any n when it is counted. Two 6-grams in a session that differ share a hash with a chance below
 1e-7 per window at a million facts; `exact=True` compares the tokens themselves.
-
-`impl="cpp"` is the compiled matcher, `impl="python"` its twin: equal hashes, equal counts.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -31,9 +28,7 @@ from cdr_kernel.text._token_hashes import (
     TokenBlock,
     TokenHasher,
     TokenRows,
-    checked_impl,
     checked_texts,
-    offsets_of,
     take_tokens,
 )
 from cdr_kernel.text._tokenize import DEFAULT_TOKENIZER, Tokenizer, checked_tokens, tokenize
@@ -59,7 +54,6 @@ __all__ = [
 NGram: TypeAlias = tuple[str, ...]
 MAX_N: Final = 32
 _MAX_LAYERS: Final = 64
-_BASE: Final = 0x9E3779B97F4A7C15  # of the polynomial
 
 
 def _checked_hashes(hashes: Any) -> NDArray[np.uint64]:
@@ -85,70 +79,6 @@ def _checked_n(n: int) -> int:
     return operator.index(n)
 
 
-def _token_values(tokens: NDArray[np.uint8]) -> list[int]:
-    wide = np.zeros((len(tokens) // TOKEN_BYTES, 8), np.uint8)
-    wide[:, :TOKEN_BYTES] = tokens.reshape(-1, TOKEN_BYTES)
-    values: list[int] = wide.view("<u8").reshape(-1).tolist()
-    return values
-
-
-def _token_rows_python(blocks: Sequence[TokenBlock], index: NDArray[np.int64] | None) -> Iterator[list[int]]:
-    ends = list(accumulate(len(offsets) - 1 for offsets, _ in blocks))
-    for row in range(ends[-1]) if index is None else index.tolist():
-        if not 0 <= row < ends[-1]:
-            raise IndexError(f"index: row {row} of {ends[-1]}")
-        block = next(b for b, end in enumerate(ends) if row < end)
-        offsets, tokens = blocks[block]
-        local = row - (ends[block - 1] if block else 0)
-        start, end = int(offsets[local]), int(offsets[local + 1])
-        if not 0 <= start <= end <= len(tokens) // TOKEN_BYTES:
-            raise ValueError(f"tokens: row {row} is damaged, it spans {start} to {end}")
-        yield _token_values(tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
-
-
-def _ngram_rows_python(blocks: Sequence[TokenBlock], index: NDArray[np.int64] | None, n: int) -> Iterator[list[int]]:
-    powers = [pow(_BASE, n - i, 2**64) for i in range(n)]
-    for row in _token_rows_python(blocks, index):
-        yield [sum(map(operator.mul, row[i : i + n], powers)) % 2**64 for i in range(len(row) - n + 1)]
-
-
-def _token_ngrams_python(blocks: Sequence[TokenBlock], n: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    rows = list(_ngram_rows_python(blocks, None, n))
-    return offsets_of(map(len, rows)), np.array([h for row in rows for h in row], dtype=np.uint64)
-
-
-class _HashSetPython:
-    """Twin of `_C.HashSet`."""
-
-    def __init__(self) -> None:
-        self._values: frozenset[int] = frozenset()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def nbytes(self) -> int:
-        return sys.getsizeof(self._values) + 32 * len(self._values)
-
-    def union(self, hashes: NDArray[np.uint64]) -> _HashSetPython:
-        result = _HashSetPython()
-        result._values = self._values.union(hashes.tolist())
-        return result
-
-    def values(self) -> NDArray[np.uint64]:
-        return np.array(sorted(self._values), dtype=np.uint64)
-
-    def contains(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        return np.fromiter(map(self._values.__contains__, hashes.tolist()), np.bool_, len(hashes))
-
-    def overlap(self, blocks: Sequence[TokenBlock], index: NDArray[np.int64] | None, n: int) -> NDArray[np.int32]:
-        rows = _ngram_rows_python(blocks, index, n)
-        return np.fromiter((len(self._values.intersection(row)) for row in rows), np.int32)
-
-
-_Set: TypeAlias = "_C.HashSet | _HashSetPython"
-
-
 @dataclass(frozen=True, eq=False)
 class _Window:
     """What one update wrote: its distinct n-grams, ascending, and its tokens where they are kept."""
@@ -162,7 +92,7 @@ class _Window:
 class _Layer:
     """What one update added. Layers share no n-gram, so counts over them add up."""
 
-    hashes: _Set
+    hashes: _C.HashSet
     grams: frozenset[NGram] | None
 
 
@@ -170,7 +100,7 @@ class _Layer:
 class _Blacklist:
     """One state of a guard, never changed. windows only where an exact or a bounded guard needs them."""
 
-    hashes: _Set
+    hashes: _C.HashSet
     grams: frozenset[NGram] | None
     layers: tuple[_Layer, ...] = ()
     windows: tuple[_Window, ...] = ()
@@ -198,13 +128,11 @@ class NGramGuard:
         where one more would be too many, and of a single output that has more the last ones stay. An n-gram counts
         as written by every window that wrote it. None, the default, forgets nothing: a window of 2,000 words adds
         some 2,000 n-grams, each 36 to 72 bytes here (see `nbytes`) and 11 in a stored session.
-    impl: "cpp", "python" or None, which takes "cpp" where the extension is built. Results are the same.
 
     Unless exact, only hashes are kept, and only distinct ones. Any number of threads may read while others update:
     an update makes a new blacklist and swaps it in, so each call sees one state from start to end.
 
-    Raises ValueError for n outside 1 to 32, an unknown impl and a tokenizer without a name, TypeError for
-    other types, ImportError for impl="cpp" without the extension.
+    Raises ValueError for n outside 1 to 32 and a tokenizer without a name, TypeError for other types.
 
         >>> guard = NGramGuard()
         >>> guard.update("Every pod gets its own IP address.")
@@ -220,10 +148,8 @@ class NGramGuard:
         hash_key: HashKey | None = None,
         exact: bool = False,
         max_ngrams: int | None = None,
-        impl: str | None = None,
     ) -> None:
         self._n = _checked_n(n)
-        self._impl = checked_impl(impl)
         self._hasher = TokenHasher(tokenizer, hash_key)
         if not isinstance(exact, bool):
             raise TypeError(f"exact: expected True or False, got {exact!r}")
@@ -240,10 +166,7 @@ class NGramGuard:
         self._state = self._empty()
 
     def _empty(self) -> _Blacklist:
-        return _Blacklist(self._no_hashes(), frozenset() if self._exact else None)
-
-    def _no_hashes(self) -> _Set:
-        return _C.HashSet() if self._impl == "cpp" else _HashSetPython()
+        return _Blacklist(_C.HashSet(), frozenset() if self._exact else None)
 
     @classmethod
     def from_hashes(
@@ -253,19 +176,18 @@ class NGramGuard:
         n: int = NGRAM_SIZE,
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
-        impl: str | None = None,
     ) -> NGramGuard:
         """A guard that holds these n-grams, as `hashes` gave them: [H] uint64 or ints, in any order.
 
         n, tokenizer and hash_key must be those of the guard that made them. Raises TypeError for another dtype,
         ValueError for another rank or ints outside [0, 2**64), and what the constructor raises.
         """
-        guard = cls(n, tokenizer=tokenizer, hash_key=hash_key, impl=impl)
+        guard = cls(n, tokenizer=tokenizer, hash_key=hash_key)
         guard.add(guard._window(_checked_hashes(hashes)))
         return guard
 
     def state(self) -> dict[str, Any]:
-        """All of the guard but its tokenizer, its key and its impl, for `from_state`.
+        """All of the guard but its tokenizer and its key, for `from_state`.
 
         {"n": int, "tokenizer": name, "key": fingerprint, "exact": bool, "max_ngrams": int | None, "hashes": list of
         uint64 arrays [H_i], "tokens": None, or for an exact guard a list of lists of str}: one entry for each window
@@ -293,7 +215,6 @@ class NGramGuard:
         *,
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
-        impl: str | None = None,
     ) -> NGramGuard:
         """The guard that gave this state, with the tokenizer and the key it had.
 
@@ -303,9 +224,8 @@ class NGramGuard:
         if set(state) != fields:
             raise ValueError(f"the guard must have the fields {sorted(fields)}, got {sorted(state)}")
         guard = cls(
-            state["n"], tokenizer=tokenizer, hash_key=hash_key, exact=state["exact"], max_ngrams=state["max_ngrams"],
-            impl=impl,
-        )  # fmt: skip
+            state["n"], tokenizer=tokenizer, hash_key=hash_key, exact=state["exact"], max_ngrams=state["max_ngrams"]
+        )
         if guard.tokenizer_name != state["tokenizer"]:
             raise ValueError(
                 f"the guard was made with tokenizer {state['tokenizer']!r}, got {guard.tokenizer_name!r}: "
@@ -356,7 +276,7 @@ class NGramGuard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the blacklist takes (estimated for impl="python" and for the tokens of exact ones)."""
+        """Bytes of memory that the blacklist takes (estimated for the tokens of exact ones)."""
         state = self._state
         sets = {id(s): s.nbytes for s in (state.hashes, *(layer.hashes for layer in state.layers))}
         windows = sum(w.hashes.nbytes + sum(map(sys.getsizeof, w.tokens or ())) for w in state.windows)
@@ -376,7 +296,7 @@ class NGramGuard:
 
     def __reduce__(self) -> tuple[Any, ...]:
         tokenizer = None if self._hasher.tokenizer is tokenize else self._hasher.tokenizer
-        return _restored, (self.state(), tokenizer, self._hasher.hash_key, self._impl)
+        return _restored, (self.state(), tokenizer, self._hasher.hash_key)
 
     def add(self, window: _Window) -> None:
         """Blacklists what `window_steps` has read, of this guard or of one with the same settings."""
@@ -393,20 +313,20 @@ class NGramGuard:
             fresh = self._hashes_of(grams) if grams else window.hashes[:0]
             if not grams:
                 return _Blacklist(state.hashes, state.grams, state.layers, kept)
-            added = _Layer(self._no_hashes().union(fresh), grams)
+            added = _Layer(_C.HashSet().union(fresh), grams)
             after = _Blacklist(state.hashes.union(fresh), state.grams | grams, (*state.layers, added), kept)
         else:
             fresh = window.hashes[~state.hashes.contains(window.hashes)]
             if not len(fresh):
                 return _Blacklist(state.hashes, None, state.layers, kept)
             total = state.hashes.union(fresh)
-            added = _Layer(self._no_hashes().union(fresh) if state.layers else total, None)
+            added = _Layer(_C.HashSet().union(fresh) if state.layers else total, None)
             after = _Blacklist(total, None, (*state.layers, added), kept)
         if self._max is not None and len(after) > self._max:
             return self._newest(kept)
         if len(after.layers) > _MAX_LAYERS:
             half = _MAX_LAYERS // 2
-            merged = _merged(after.layers[:half], self._no_hashes())
+            merged = _merged(after.layers[:half], _C.HashSet())
             after = _Blacklist(after.hashes, after.grams, (merged, *after.layers[half:]), after.windows)
         return after
 
@@ -420,13 +340,13 @@ class NGramGuard:
             if (len(more_grams) if self._exact else len(more)) > (self._max or 0):
                 break
             hashes, grams, first = more, more_grams, first - 1
-        total = self._no_hashes().union(hashes)
+        total = _C.HashSet().union(hashes)
         own = grams if self._exact else None
         return _Blacklist(total, own, (_Layer(total, own),), windows[first:])
 
     def _hashes_of(self, grams: Iterable[NGram]) -> NDArray[np.uint64]:
         tokens = [token for gram in grams for token in gram]
-        _, packed = self._hasher.hashed_tokens(tokens, impl=self._impl)
+        _, packed = self._hasher.hashed_tokens(tokens)
         offsets = np.arange(0, len(tokens) + 1, self._n, dtype=np.int64)
         return self._ngrams(((offsets, packed),))[1]
 
@@ -445,8 +365,7 @@ class NGramGuard:
         return _Window(_distinct(hashes), written, frozenset(last))
 
     def _ngrams(self, blocks: tuple[TokenBlock, ...]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        compiled = self._impl == "cpp"
-        return _C.token_ngrams(blocks, self._n) if compiled else _token_ngrams_python(blocks, self._n)
+        return _C.token_ngrams(blocks, self._n)
 
     def freeze(self) -> None:
         """Refuses every change from now on, as the guard of a session does. `copy` gives a guard that can change."""
@@ -471,7 +390,7 @@ class NGramGuard:
             raise TypeError(f"text: expected str, got {type(text).__name__}")
         if self._exact:
             return self._window_of(self._hasher.tokens(text))
-        block = yield from self._hasher.hashed_steps(text, impl=self._impl)
+        block = yield from self._hasher.hashed_steps(text)
         yield
         hashes = self._ngrams((block,))[1]
         yield
@@ -493,7 +412,7 @@ class NGramGuard:
             raise TypeError(f"text: expected str, got {type(text).__name__}")
         state, tokens = self._state, self._hasher.tokens(text)
         grams = _grams(tokens, self._n)
-        hashes = self._ngrams((self._hasher.hashed_tokens(tokens, impl=self._impl),))[1]
+        hashes = self._ngrams((self._hasher.hashed_tokens(tokens),))[1]
         known = state.hashes.contains(hashes) if len(grams) else hashes
         found: dict[int, tuple[int, NGram]] = {}
         for i in np.flatnonzero(known).tolist():
@@ -504,7 +423,7 @@ class NGramGuard:
     def token_rows(self, texts: Sequence[str]) -> TokenRows:
         """The texts as `overlap_rows` takes them. They depend on the tokenizer and the key, not on n and not on what
         is blacklisted, so each text needs this once. Raises TypeError as `overlap` does."""
-        return self._hasher.rows(texts, impl=self._impl)
+        return self._hasher.rows(texts)
 
     def overlap_rows(self, tokens: TokenRows, rows: NDArray[np.int64] | None = None) -> NDArray[np.int32]:
         """`overlap` of texts that were tokenised and hashed before, such as a store's (`StoreView.tokens`): [M] int32.
@@ -537,7 +456,7 @@ class NGramGuard:
         added = layers[since:]
         if not added:
             return np.zeros(len(tokens) if rows is None else len(rows), np.int32)
-        layer = _merged(added, self._no_hashes())
+        layer = _merged(added, _C.HashSet())
         return self._counts(layer.hashes, layer.grams, tokens, rows)
 
     def _check_tokens(self, tokens: TokenRows) -> None:
@@ -546,7 +465,7 @@ class NGramGuard:
         self._hasher.check(tokens, "the tokens of the facts")
 
     def _counts(
-        self, hashes: _Set, grams: frozenset[NGram] | None, tokens: TokenRows, rows: NDArray[np.int64] | None
+        self, hashes: _C.HashSet, grams: frozenset[NGram] | None, tokens: TokenRows, rows: NDArray[np.int64] | None
     ) -> NDArray[np.int32]:
         counts = hashes.overlap(tokens.blocks, rows, self._n)
         if grams is not None:
@@ -611,7 +530,7 @@ def _distinct(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return ascending[new]
 
 
-def _merged(layers: Sequence[_Layer], empty: _Set) -> _Layer:
+def _merged(layers: Sequence[_Layer], empty: _C.HashSet) -> _Layer:
     if len(layers) == 1:
         return layers[0]
     hashes = empty.union(np.concatenate([layer.hashes.values() for layer in layers]))
@@ -624,8 +543,8 @@ def _grams(tokens: Sequence[str], n: int) -> list[NGram]:
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
 
-def _restored(state: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None, impl: str) -> NGramGuard:
-    return NGramGuard.from_state(state, tokenizer=tokenizer, hash_key=hash_key, impl=impl)
+def _restored(state: dict[str, Any], tokenizer: Tokenizer | None, hash_key: HashKey | None) -> NGramGuard:
+    return NGramGuard.from_state(state, tokenizer=tokenizer, hash_key=hash_key)
 
 
 def repetition(text: str, history: Sequence[str], n: int = NGRAM_SIZE, *, tokenizer: Tokenizer | None = None) -> float:
@@ -650,4 +569,4 @@ def repetition(text: str, history: Sequence[str], n: int = NGRAM_SIZE, *, tokeni
     _, hashes = guard.ngram_hashes([text])
     if not len(hashes):
         return 0.0
-    return int(np.count_nonzero(guard._no_hashes().union(written).contains(hashes))) / len(hashes)
+    return int(np.count_nonzero(_C.HashSet().union(written).contains(hashes))) / len(hashes)

@@ -2,8 +2,6 @@
 
 A text is tokenised once in its life and each token hashed with SipHash-1-3 to 56 bits, 7 bytes a token: these are its
 `TokenRows`. They depend on the tokens and the key alone, so they can be kept with a store and shared between processes.
-
-`impl="cpp"` is the compiled hasher, `impl="python"` its twin: equal hashes.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import Final, TypeAlias
 
@@ -33,7 +30,6 @@ TOKEN_BYTES: Final = 7
 
 _TEXTS_AT_ONCE: Final = 4096
 _hash_bits = 8 * TOKEN_BYTES  # lower in tests, to make collisions
-_BITS: Final = 2**64 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,49 +98,40 @@ class TokenHasher:
         """The tokens of a text. Raises TypeError if the tokenizer returns something else than strings."""
         return checked_tokens(self.tokenizer(text))
 
-    def rows(self, texts: Sequence[str], *, impl: str | None = None) -> TokenRows:
+    def rows(self, texts: Sequence[str]) -> TokenRows:
         """The token hashes of texts. Raises TypeError if texts is a str or one of them is none, with its position."""
         checked = checked_texts(texts)
-        block = self.hashed(checked, impl=impl)
+        block = self.hashed(checked)
         return TokenRows((block,), checked, self.tokenizer_name, self.key_fingerprint)
 
-    def hashed(self, texts: list[str], *, impl: str | None = None) -> TokenBlock:
+    def hashed(self, texts: list[str]) -> TokenBlock:
         """(offsets int64 [M + 1], tokens uint8 [7 * T]) of a list of str."""
-        compiled = checked_impl(impl) == "cpp"
-        if compiled and self.tokenizer is tokenize:
+        if self.tokenizer is tokenize:
             return _C.hash_texts(list(map(_folded, texts)), key=self._key, bits=_hash_bits)
         lengths: list[int] = []
         hashes = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             rows = [self.tokens(text) for text in texts[start : start + _TEXTS_AT_ONCE]]
             lengths += map(len, rows)
-            hashes.append(self._hash_tokens([token for row in rows for token in row], compiled))
+            hashes.append(self._hash_tokens([token for row in rows for token in row]))
         return offsets_of(lengths), np.concatenate(hashes) if hashes else np.zeros(0, np.uint8)
 
-    def hashed_steps(self, text: str, *, impl: str | None = None) -> Generator[None, None, TokenBlock]:
+    def hashed_steps(self, text: str) -> Generator[None, None, TokenBlock]:
         """`hashed` of one text, in steps of a piece of it; a tokenizer other than `tokenize` takes it in one."""
         if self.tokenizer is not tokenize or len(text) <= PIECE:
-            return self.hashed([text], impl=impl)
-        if checked_impl(impl) == "cpp":
-            folded = []
-            for piece in pieces(text):
-                folded.append(_folded(piece))
-                yield
-            parts = [part.encode() if isinstance(part, str) else part for part in folded]
-            return _C.hash_texts([b" ".join(parts)], key=self._key, bits=_hash_bits)
-        tokens: list[str] = []
+            return self.hashed([text])
+        folded = []
         for piece in pieces(text):
-            tokens += tokenize(piece)
+            folded.append(_folded(piece))
             yield
-        return self.hashed_tokens(tokens, impl=impl)
+        parts = [part.encode() if isinstance(part, str) else part for part in folded]
+        return _C.hash_texts([b" ".join(parts)], key=self._key, bits=_hash_bits)
 
-    def hashed_tokens(self, tokens: Sequence[str], *, impl: str | None = None) -> TokenBlock:
+    def hashed_tokens(self, tokens: Sequence[str]) -> TokenBlock:
         """As `hashed`, for one text that is tokenised already."""
-        return offsets_of([len(tokens)]), self._hash_tokens(tokens, checked_impl(impl) == "cpp")
+        return offsets_of([len(tokens)]), self._hash_tokens(tokens)
 
-    def _hash_tokens(self, tokens: Sequence[str], compiled: bool) -> NDArray[np.uint8]:
-        if not compiled:
-            return _hash_tokens_python(tokens, self._key, _hash_bits)
+    def _hash_tokens(self, tokens: Sequence[str]) -> NDArray[np.uint8]:
         parts = [t if t.isascii() else t.encode("utf-8", "surrogatepass") for t in tokens]
         return _C.hash_tokens(parts, key=self._key, bits=_hash_bits)
 
@@ -185,48 +172,5 @@ def checked_texts(texts: Iterable[str]) -> list[str]:
     return checked
 
 
-def checked_impl(impl: str | None) -> str:
-    if impl not in (None, "cpp", "python"):
-        raise ValueError(f'impl: expected "cpp" or "python", got {impl!r}')
-    return impl or "cpp"
-
-
 def offsets_of(lengths: Iterable[int]) -> NDArray[np.int64]:
     return np.fromiter(accumulate(lengths, initial=0), dtype=np.int64)
-
-
-def _sip_round(v0: int, v1: int, v2: int, v3: int) -> tuple[int, int, int, int]:
-    v0 = v0 + v1 & _BITS
-    v1 = (v1 << 13 & _BITS | v1 >> 51) ^ v0
-    v0 = v0 << 32 & _BITS | v0 >> 32
-    v2 = v2 + v3 & _BITS
-    v3 = (v3 << 16 & _BITS | v3 >> 48) ^ v2
-    v0 = v0 + v3 & _BITS
-    v3 = (v3 << 21 & _BITS | v3 >> 43) ^ v0
-    v2 = v2 + v1 & _BITS
-    v1 = (v1 << 17 & _BITS | v1 >> 47) ^ v2
-    v2 = v2 << 32 & _BITS | v2 >> 32
-    return v0, v1, v2, v3
-
-
-@lru_cache(maxsize=65536)
-def _sip_hash(data: bytes, key: tuple[int, int]) -> int:
-    """SipHash-1-3."""
-    v0, v1 = key[0] ^ 0x736F6D6570736575, key[1] ^ 0x646F72616E646F6D
-    v2, v3 = key[0] ^ 0x6C7967656E657261, key[1] ^ 0x7465646279746573
-    whole = len(data) // 8 * 8
-    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, whole, 8)]
-    words.append(int.from_bytes(data[whole:], "little") | (len(data) & 0xFF) << 56)
-    for word in words:
-        v0, v1, v2, v3 = _sip_round(v0, v1, v2, v3 ^ word)
-        v0 ^= word
-    v2 ^= 0xFF
-    for _ in range(3):
-        v0, v1, v2, v3 = _sip_round(v0, v1, v2, v3)
-    return v0 ^ v1 ^ v2 ^ v3
-
-
-def _hash_tokens_python(tokens: Iterable[str], key: tuple[int, int], bits: int) -> NDArray[np.uint8]:
-    kept = (1 << bits) - 1
-    hashes = (_sip_hash(token.encode("utf-8", "surrogatepass"), key) & kept for token in tokens)
-    return np.frombuffer(b"".join(h.to_bytes(TOKEN_BYTES, "little") for h in hashes), np.uint8)

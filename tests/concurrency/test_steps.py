@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import IMPLS, texts
+from texts import texts
 
 from cdr_kernel import FactStore, NGramGuard, Session, SubQuery, WindowReport, assess, pack_facts
 from cdr_kernel.concurrency._steps import finish
@@ -56,22 +56,19 @@ def test_no_mark_joins_a_character_after_which_a_text_is_cut():
         assert all(unicodedata.normalize("NFKC", end + mark).startswith(form) for mark in marks), hex(ord(end))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_text_is_hashed_in_steps(impl, monkeypatch):
+def test_a_text_is_hashed_in_steps(monkeypatch):
     monkeypatch.setattr(_token_hashes, "PIECE", 8)
     monkeypatch.setattr(_token_hashes, "pieces", lambda text: pieces(text, 8))
     for text in ("red Green blue, stone river cloud", "Größe über 東京の駅。 naïve CAFÉ and so on", "", "x" * 50):
-        guard, steps = NGramGuard(2, impl=impl), NGramGuard(2, impl=impl)
-        guard._hasher.hashed_steps = lambda text, impl, hasher=guard._hasher: (
-            (yield) or hasher.hashed([text], impl=impl)
-        )
+        guard, steps = NGramGuard(2), NGramGuard(2)
+        guard._hasher.hashed_steps = lambda text, hasher=guard._hasher: (yield) or hasher.hashed([text])
         guard.update(text)
         window = steps.window_steps(text)
         assert len(steps) == 0
         steps.add(finish(window))
         assert steps.hashes.tolist() == guard.hashes.tolist()
         assert len(steps) or len(text) in (0, 50)
-    assert sum(1 for _ in NGramGuard(impl=impl).window_steps("many words " * 20)) > 10
+    assert sum(1 for _ in NGramGuard().window_steps("many words " * 20)) > 10
 
 
 @HYPOTHESIS

@@ -432,8 +432,6 @@ class TestFalsyParameters:
     def test_an_empty_name_is_not_the_default(self, empty):
         with pytest.raises(ValueError, match="impl: expected"):
             cdr_score(RAW_ROWS, Columns.spec(E1), impl=empty)
-        with pytest.raises(ValueError, match="impl: expected"):
-            NGramGuard(impl=empty)
         with pytest.raises(ValueError, match="kind: expected"):
             Retriever(a_store(), empty)
         for name in ("mode", "exhaustion"):

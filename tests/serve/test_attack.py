@@ -21,9 +21,8 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+from python_ngrams import crafted_text
 from serving import DIM, MODEL, b64, make_store, new_session, query, update, write_keys
-
-from cdr_kernel.text._token_hashes import PROJECT_KEY, _sip_hash
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 from tests.serve.test_process import Process
@@ -257,25 +256,9 @@ def asks(server, method, path, body, number, stop, headers=()):
 # Attacks: each takes the server, and gives the number of its threads and what one does again and again.
 
 
-@cache
-def crafted_output(tokens=40_000, words=1024):
-    """An output whose n-grams have nearly one place in a table that multiplies them by a public number."""
-    multiplier = 0x9E3779B97F4A7C15
-    pool = np.array([_sip_hash(f"w{i}".encode(), PROJECT_KEY) % 2**56 for i in range(words)], np.uint64)
-    base, leaves = np.uint64(multiplier), np.uint64(pow(multiplier, 6, 2**64))
-    chosen = [0] * 6
-    state = np.uint64(int(pool[0]) * sum(pow(multiplier, i, 2**64) for i in range(1, 7)) % 2**64)
-    with np.errstate(over="ignore"):
-        for _ in range(tokens):
-            states = (state + (pool - pool[chosen[-6]] * leaves)) * base
-            chosen.append(int(np.argmin(states * base)))
-            state = states[chosen[-1]]
-    return " ".join(f"w{i}" for i in chosen)
-
-
 def crafted_updates(server):
     """Outputs that make a blacklist quadratic whose hash is public."""
-    body = json.dumps(update(["s0"], output=crafted_output())).encode()
+    body = json.dumps(update(["s0"], output=crafted_text(40_000, 1024))).encode()
 
     def work(number, stop):
         return asks(server, "POST", f"{server.session()}/update", body, number, stop)

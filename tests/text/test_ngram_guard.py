@@ -1,4 +1,4 @@
-"""The guard counts what the reference counts, by both implementations, through copies, merges and states."""
+"""The guard counts what the reference counts, by the core and by plain Python, through copies, merges and states."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import IMPLS, SECRET, Whitespace, some_texts, texts
+from python_ngrams import MULTIPLIER, crafted_text, ngram_hashes, token_hashes
+from texts import SECRET, Whitespace, some_texts, texts
 from timing import seconds
 
 from cdr_kernel import _C, reference, repetition
 from cdr_kernel.text import NGramGuard, _ngram_guard, _token_hashes, tokenize
-from cdr_kernel.text._ngram_guard import _HashSetPython
-from cdr_kernel.text._token_hashes import PROJECT_KEY, TokenHasher, _sip_hash
+from cdr_kernel.text._token_hashes import TOKEN_BYTES, TokenHasher
 
 GOLDEN_6 = [
     0x5AF2616AD5E58E92,
@@ -40,12 +40,7 @@ def truth(outputs: Sequence[str], facts: Sequence[str], n: int, tokens=reference
     return [len(reference.ngrams(tokens(fact), n) & blacklist) for fact in facts]
 
 
-@pytest.fixture(params=IMPLS)
-def impl(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-twins_arguments = (
+core_arguments = (
     st.lists(texts, max_size=5),
     st.lists(texts, max_size=3),
     st.integers(1, 12),
@@ -55,109 +50,112 @@ twins_arguments = (
 
 
 @settings(max_examples=3_000, deadline=None)
-@given(*twins_arguments)
-def test_twins_and_truth(facts, outputs, n, tokenizer, key) -> None:
-    check_twins(facts, outputs, n, tokenizer, key)
+@given(*core_arguments)
+def test_the_core_is_plain_python_and_counts_the_truth(facts, outputs, n, tokenizer, key) -> None:
+    check_core(facts, outputs, n, tokenizer, key)
 
 
 @pytest.mark.slow
 @settings(max_examples=50_000, deadline=None)
-@given(*twins_arguments)
-def test_twins_and_truth_at_length(facts, outputs, n, tokenizer, key) -> None:
-    check_twins(facts, outputs, n, tokenizer, key)
+@given(*core_arguments)
+def test_the_core_is_plain_python_at_length(facts, outputs, n, tokenizer, key) -> None:
+    check_core(facts, outputs, n, tokenizer, key)
 
 
-def check_twins(
+def check_core(
     facts: list[str], outputs: list[str], n: int, tokenizer: Whitespace | None, key: bytes | int | None
 ) -> None:
     outputs = [*outputs, " ".join(facts[::2])]
-    compiled, python = (NGramGuard(n, tokenizer=tokenizer, hash_key=key, impl=impl) for impl in IMPLS)
+    guard, cut = NGramGuard(n, tokenizer=tokenizer, hash_key=key), tokenizer or reference.tokenize
     for output in outputs:
-        compiled.update(output)
-        python.update(output)
-    assert compiled.hashes.tolist() == python.hashes.tolist()
-    counts = truth(outputs, facts, n, tokenizer or reference.tokenize)
-    for guard in (compiled, python):
-        overlap = guard.overlap(facts)
-        assert overlap.dtype == np.int32
-        assert overlap.tolist() == counts
-    kept, twin = compiled.token_rows(facts), python.token_rows(facts)
-    assert [list(map(bytes, block)) for block in kept.blocks] == [list(map(bytes, block)) for block in twin.blocks]
+        guard.update(output)
+    written = {h for output in outputs for h in ngram_hashes(output, n, cut, key)}
+    assert guard.hashes.tolist() == sorted(written)
+    counts = truth(outputs, facts, n, cut)
+    assert counts == [len(written.intersection(ngram_hashes(fact, n, cut, key))) for fact in facts]
+    overlap = guard.overlap(facts)
+    assert overlap.dtype == np.int32
+    assert overlap.tolist() == counts
+    rows = guard.token_rows(facts)
+    hashed = [token_hashes(cut(fact), key) for fact in facts]
+    ((offsets, tokens),) = rows.blocks
+    assert offsets.tolist() == [sum(map(len, hashed[:i])) for i in range(len(facts) + 1)]
+    assert bytes(tokens) == b"".join(h.to_bytes(TOKEN_BYTES, "little") for row in hashed for h in row)
     some = np.arange(len(facts))[::-2].copy()
-    for guard in (compiled, python):
-        assert guard.overlap_rows(kept).tolist() == counts
-        assert guard.overlap_rows(twin, some).tolist() == counts[::-2]
-    for ours, twins in zip(compiled.ngram_hashes(facts), python.ngram_hashes(facts), strict=True):
-        assert ours.dtype == twins.dtype
-        assert ours.tolist() == twins.tolist()
+    assert guard.overlap_rows(rows).tolist() == counts
+    assert guard.overlap_rows(rows, some).tolist() == counts[::-2]
+    offsets, hashes = guard.ngram_hashes(facts)
+    assert (offsets.dtype, hashes.dtype) == (np.int64, np.uint64)
+    grams = [ngram_hashes(fact, n, cut, key) for fact in facts]
+    assert offsets.tolist() == [sum(map(len, grams[:i])) for i in range(len(facts) + 1)]
+    assert hashes.tolist() == [h for row in grams for h in row]
 
 
 @pytest.mark.parametrize("n", [1, 2, 6, 31, 32])
-def test_long_texts_with_many_repeats(impl: str, n: int) -> None:
+def test_long_texts_with_many_repeats(n: int) -> None:
     rng = np.random.default_rng(n)
     words = np.array(["a", "bb", "CCC", "dddddddd", "e" * 300, "é"])
     facts = [" ".join(rng.choice(words, size)) for size in (0, 1, n - 1, n, n + 1, 400)]
     output = " . ".join(facts[::-1])
-    guard = NGramGuard(n, impl=impl)
+    guard = NGramGuard(n)
     guard.update(output)
     assert guard.overlap(facts).tolist() == truth([output], facts, n)
     assert len(guard) == len(reference.ngrams(reference.tokenize(output), n))
 
 
-def test_distinct_ngrams_count_once(impl: str) -> None:
-    guard = NGramGuard(impl=impl)
+def test_distinct_ngrams_count_once() -> None:
+    guard = NGramGuard()
     guard.update("one two three four five six")
     assert guard.overlap(["one two three four five six. " * 3]).tolist() == [1]
     guard.update("one two three four five six")
     assert len(guard) == 1
 
 
-def test_order_and_borders_of_ngrams_count(impl: str) -> None:
-    guard = NGramGuard(2, impl=impl)
+def test_order_and_borders_of_ngrams_count() -> None:
+    guard = NGramGuard(2)
     guard.update("a b c")
     guard.update("d")
     assert guard.overlap(["b a", "ab c", "c d", "a b", "a c", "A, B; C"]).tolist() == [0, 0, 0, 1, 0, 2]
 
 
-def test_written_forms_agree(impl: str) -> None:
-    guard = NGramGuard(3, impl=impl)
+def test_written_forms_agree() -> None:
+    guard = NGramGuard(3)
     guard.update("café Zürich ﬁne")
     assert guard.overlap(["cafe\u0301 Zu\u0308rich fine", "ＣＡＦＥ\u0301 ZÜRICH FINE"]).tolist() == [1, 1]
 
 
-def test_scripts_without_spaces_overlap(impl: str) -> None:
-    guard = NGramGuard(impl=impl)
+def test_scripts_without_spaces_overlap() -> None:
+    guard = NGramGuard()
     guard.update("昨日、東京都に住んでいます。")
     assert guard.overlap(["彼は東京都に住んでいる", "สวัสดีครับ"]).tolist() == [3, 0]
 
 
-def test_golden_hashes(impl: str) -> None:
+def test_golden_hashes() -> None:
     """Stores and sessions keep these numbers: a change makes every one of them worthless."""
     text = "Every Pod gets its own cluster-wide IP address; 東京 café"
-    _, hashes = NGramGuard(6, impl=impl).ngram_hashes([text])
+    _, hashes = NGramGuard(6).ngram_hashes([text])
     assert hashes.tolist() == GOLDEN_6
-    _, hashes = NGramGuard(1, impl=impl).ngram_hashes(["pod", "café", "internationalisation"])
+    _, hashes = NGramGuard(1).ngram_hashes(["pod", "café", "internationalisation"])
     assert hashes.tolist() == GOLDEN_1
-    _, hashes = NGramGuard(2, impl=impl, tokenizer=Whitespace()).ngram_hashes(["\ud800 "])
+    _, hashes = NGramGuard(2, tokenizer=Whitespace()).ngram_hashes(["\ud800 "])
     assert hashes.tolist() == GOLDEN_2
 
 
 def test_hashes_of_ngrams_are_the_sum_they_are_said_to_be() -> None:
-    tokens = [_sip_hash(t.encode(), PROJECT_KEY) % 2**56 for t in ("one", "two", "three")]
+    tokens = token_hashes(("one", "two", "three"))
     base = 0x9E3779B97F4A7C15
     expected = sum(t * base ** (3 - i) for i, t in enumerate(tokens)) % 2**64
-    for impl in IMPLS:
-        assert NGramGuard(3, impl=impl).ngram_hashes(["One, two; THREE"])[1].tolist() == [expected]
+    assert NGramGuard(3).ngram_hashes(["One, two; THREE"])[1].tolist() == [expected]
 
 
 @pytest.mark.parametrize("values", [[], [0], [0, 0, 5], range(1000), [2**64 - 1, 2**63, 0, 1]])
 def test_hash_sets_hold_any_value(values: Sequence[int]) -> None:
     array = np.array(values, dtype=np.uint64)
     probes = np.array([*values, 0, 3, 2**64 - 1, 4096], dtype=np.uint64)
-    for made in (_C.HashSet().union(array), _HashSetPython().union(array)):
-        assert made.values().tolist() == sorted(set(values))
-        assert len(made) == len(set(values))
-        assert made.contains(probes).tolist() == [p in set(values) for p in probes.tolist()]
+    made = _C.HashSet().union(array)
+    assert made.values().tolist() == sorted(set(values))
+    assert len(made) == len(set(values))
+    assert made.contains(probes).tolist() == [p in set(values) for p in probes.tolist()]
 
 
 def test_hash_set_grows_and_keeps_older_versions() -> None:
@@ -172,9 +170,6 @@ def test_hash_set_grows_and_keeps_older_versions() -> None:
     assert first.contains(values).sum() == 7
 
 
-MULTIPLIER = 0x9E3779B97F4A7C15  # of hash tables whose homes everybody can compute; the base of the n-grams too
-
-
 def test_hashes_with_one_home_under_a_public_key_cost_no_more_than_others() -> None:
     n = 40_000
     inverse = pow(MULTIPLIER, -1, 2**64)
@@ -187,27 +182,13 @@ def test_hashes_with_one_home_under_a_public_key_cost_no_more_than_others() -> N
         assert np.array_equal(filled.values(), np.unique(values))
 
 
-def crafted_text(tokens: int, homes: int = 4096) -> str:
-    """An output whose n-grams have nearly one home under a public multiplier: each token is the best of a pool."""
-    pool = np.array([_sip_hash(f"w{i}".encode(), PROJECT_KEY) % 2**56 for i in range(homes)], np.uint64)
-    base, leaves = np.uint64(MULTIPLIER), np.uint64(pow(MULTIPLIER, 6, 2**64))
-    chosen: list[int] = [0] * 6
-    state = np.uint64(int(pool[0]) * sum(pow(MULTIPLIER, i, 2**64) for i in range(1, 7)) % 2**64)
-    with np.errstate(over="ignore"):
-        for _ in range(tokens):
-            states = (state + (pool - pool[chosen[-6]] * leaves)) * base
-            chosen.append(int(np.argmin(states * np.uint64(MULTIPLIER))))
-            state = states[chosen[-1]]
-    return " ".join(f"w{i}" for i in chosen)
-
-
-def test_a_crafted_output_costs_no_more_than_another_of_its_length(impl: str) -> None:
+def test_a_crafted_output_costs_no_more_than_another_of_its_length() -> None:
     crafted = crafted_text(12_000)
     random_words = random.Random(2)
     usual = " ".join(f"w{random_words.randrange(4096)}" for _ in range(12_006))
 
     def window(output: str) -> None:
-        guard = NGramGuard(impl=impl)
+        guard = NGramGuard()
         guard.update(output)
         guard.overlap([output])
 
@@ -225,9 +206,9 @@ def test_answers_do_not_depend_on_the_key_of_the_process() -> None:
     assert len(said) == 1
 
 
-def test_order_of_updates_does_not_matter(impl: str) -> None:
+def test_order_of_updates_does_not_matter() -> None:
     outputs = ["a b c d e f g", "c d e f g h i", "東京都に住んでいます", ""]
-    forward, backward = NGramGuard(impl=impl), NGramGuard(impl=impl)
+    forward, backward = NGramGuard(), NGramGuard()
     for output in outputs:
         forward.update(output)
     for output in reversed(outputs):
@@ -236,8 +217,8 @@ def test_order_of_updates_does_not_matter(impl: str) -> None:
     assert len(forward) == len(forward.hashes)
 
 
-def test_copy_is_independent(impl: str) -> None:
-    guard = NGramGuard(2, impl=impl)
+def test_copy_is_independent() -> None:
+    guard = NGramGuard(2)
     guard.update("a b c")
     branch = guard.copy()
     branch.update("x y")
@@ -250,8 +231,8 @@ def test_copy_is_independent(impl: str) -> None:
     assert guard.overlap(["a b c"]).tolist() == [1]
 
 
-def test_merge_adds_the_other(impl: str) -> None:
-    one, two, both = NGramGuard(2, impl=impl), NGramGuard(2), NGramGuard(2)
+def test_merge_adds_the_other() -> None:
+    one, two, both = NGramGuard(2), NGramGuard(2), NGramGuard(2)
     for output, guard in (("a b c", one), ("b c d", two)):
         guard.update(output)
         both.update(output)
@@ -262,9 +243,9 @@ def test_merge_adds_the_other(impl: str) -> None:
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
-def test_guards_survive_pickle_and_copy(impl: str, again) -> None:
+def test_guards_survive_pickle_and_copy(again) -> None:
     for tokenizer in (None, Whitespace(), str.split):
-        guard = NGramGuard(2, tokenizer=tokenizer, impl=impl)
+        guard = NGramGuard(2, tokenizer=tokenizer)
         guard.update("a b c")
         twin = again(guard)
         twin.update("c d")
@@ -272,19 +253,19 @@ def test_guards_survive_pickle_and_copy(impl: str, again) -> None:
         assert twin.overlap(["b c d"]).tolist() == [2]
 
 
-def test_guard_from_hashes(impl: str) -> None:
-    guard = NGramGuard(3, impl=impl)
+def test_guard_from_hashes() -> None:
+    guard = NGramGuard(3)
     guard.update("a b c d e")
     for hashes in (
         guard.hashes, guard.hashes[::-1], guard.hashes.astype(">u8"), guard.hashes.tolist(),
         np.repeat(guard.hashes, 2),
     ):  # fmt: skip
-        twin = NGramGuard.from_hashes(hashes, n=3, impl=impl)
+        twin = NGramGuard.from_hashes(hashes, n=3)
         assert twin.hashes.tolist() == guard.hashes.tolist()
         assert twin.overlap(["b c d e"]).tolist() == [2]
     guard.hashes[:] = 0
     assert guard.overlap(["b c d e"]).tolist() == [2]
-    assert len(NGramGuard.from_hashes([], impl=impl)) == 0
+    assert len(NGramGuard.from_hashes([])) == 0
 
 
 def one_word(text: str) -> str:
@@ -322,7 +303,6 @@ class Nameless:
         (lambda: NGramGuard(hash_key=b""), ValueError, "hash_key: expected at least one byte"),
         (lambda: NGramGuard(hash_key=-1), ValueError, "hash_key: expected an int in [0, 2**128)"),
         (lambda: NGramGuard(hash_key=2**128), ValueError, "hash_key: expected an int in [0, 2**128)"),
-        (lambda: NGramGuard(impl="torch"), ValueError, 'impl: expected "cpp" or "python", got \'torch\''),
         (lambda: NGramGuard(tokenizer="words"), TypeError, "tokenizer: expected a callable"),
         (lambda: NGramGuard(tokenizer=lambda t: t.split()), ValueError, "tokenizer: expected one with a name"),
         (lambda: NGramGuard(tokenizer=Nameless()), ValueError, "tokenizer: expected one with a name"),
@@ -383,8 +363,8 @@ def test_errors_at_the_door(make, error: type[Exception], message: str) -> None:
         ),
     ],
 )
-def test_errors_leave_the_guard_as_it_was(impl: str, call, error: type[Exception], message: str) -> None:
-    guard = NGramGuard(2, impl=impl)
+def test_errors_leave_the_guard_as_it_was(call, error: type[Exception], message: str) -> None:
+    guard = NGramGuard(2)
     guard.update("a b c")
     before = guard.hashes.tolist()
     with pytest.raises(error) as caught:
@@ -394,8 +374,8 @@ def test_errors_leave_the_guard_as_it_was(impl: str, call, error: type[Exception
 
 
 @pytest.mark.parametrize(("tokenizer", "got"), [(one_word, "got str"), (number, "got int at position 0")])
-def test_a_tokenizer_must_return_strings(impl: str, tokenizer, got: str) -> None:
-    guard = NGramGuard(1, tokenizer=tokenizer, impl=impl)
+def test_a_tokenizer_must_return_strings(tokenizer, got: str) -> None:
+    guard = NGramGuard(1, tokenizer=tokenizer)
     with pytest.raises(TypeError, match=got):
         guard.update("a")
     assert len(guard) == 0
@@ -414,7 +394,6 @@ def test_the_extension_checks_its_arguments() -> None:
             lambda b: _C.HashSet().union(np.array([1], np.uint64)).overlap(b, None, 1),
             lambda b: _C.token_ngrams(b, 1),
             lambda b: _C.take_tokens(b, None),
-            lambda b: _HashSetPython().overlap(b, None, 1),
         ):
             with pytest.raises(ValueError, match="row 1 is damaged"):
                 call((ok, block))
@@ -446,10 +425,10 @@ def test_the_extension_checks_its_arguments() -> None:
         _C.HashSet().union(np.array([1.0]))
 
 
-def test_readers_see_whole_updates(impl: str) -> None:
+def test_readers_see_whole_updates() -> None:
     updates = [" ".join(f"w{u}x{i}" for i in range(60)) for u in range(40)]
     fact = " ".join(updates)
-    guard = NGramGuard(impl=impl)
+    guard = NGramGuard()
     seen: list[list[int]] = []
     failures: list[BaseException] = []
     done = threading.Event()
@@ -487,12 +466,12 @@ def test_readers_see_whole_updates(impl: str) -> None:
 
 
 class TestKeys:
-    def test_a_key_changes_hashes_and_not_counts(self, impl: str) -> None:
+    def test_a_key_changes_hashes_and_not_counts(self) -> None:
         texts = some_texts(20)
-        plain = NGramGuard(2, impl=impl)
+        plain = NGramGuard(2)
         plain.update(texts[0])
         for key in (SECRET, b"k", 0, 2**128 - 1):
-            keyed = NGramGuard(2, hash_key=key, impl=impl)
+            keyed = NGramGuard(2, hash_key=key)
             keyed.update(texts[0])
             assert keyed.overlap(texts).tolist() == plain.overlap(texts).tolist()
             assert not set(keyed.hashes.tolist()) & set(plain.hashes.tolist())
@@ -519,11 +498,11 @@ class TestKeys:
 
 
 class TestSince:
-    def test_counts_add_up(self, impl: str) -> None:
+    def test_counts_add_up(self) -> None:
         texts = some_texts(60)
         rows = TokenHasher().rows(texts)
         some = np.arange(0, 60, 3)
-        guard = NGramGuard(2, impl=impl)
+        guard = NGramGuard(2)
         counts = guard.overlap_rows(rows, some)
         for output in some_texts(9, seed=1):
             before = guard.generation
@@ -551,9 +530,9 @@ class TestSince:
             earlier.update(output)
         assert not guard.overlap_since(guard.generation, rows).any()
 
-    def test_an_update_without_news_is_the_same_generation(self, impl: str) -> None:
-        guard = NGramGuard(2, impl=impl)
-        assert guard.generation == NGramGuard(2, impl=impl).generation
+    def test_an_update_without_news_is_the_same_generation(self) -> None:
+        guard = NGramGuard(2)
+        assert guard.generation == NGramGuard(2).generation
         guard.update("a b c")
         before = guard.generation
         guard.update("a b c")
@@ -597,11 +576,11 @@ class TestSince:
         bounded.update("d e")
         assert bounded.overlap_since(then, rows) is None
 
-    def test_many_updates_stay_cheap_and_right(self, impl: str) -> None:
+    def test_many_updates_stay_cheap_and_right(self) -> None:
         words = [f"w{i}" for i in range(200)]
         text = " ".join(words)
         rows = TokenHasher().rows([text])
-        guard = NGramGuard(2, impl=impl)
+        guard = NGramGuard(2)
         before, counts = guard.generation, guard.overlap_rows(rows)
         first = None
         for at in range(199):
@@ -634,14 +613,13 @@ class TestBounded:
         st.integers(1, 3),
         st.integers(1, 12),
         st.booleans(),
-        st.sampled_from(IMPLS),
         st.integers(0, 8),
     )
-    def test_the_oldest_windows_go_first(self, outputs, n, limit, exact, impl, resumed) -> None:
-        guard = NGramGuard(n, max_ngrams=limit, exact=exact, impl=impl)
+    def test_the_oldest_windows_go_first(self, outputs, n, limit, exact, resumed) -> None:
+        guard = NGramGuard(n, max_ngrams=limit, exact=exact)
         for number, output in enumerate(outputs):
             if number == resumed:
-                guard = NGramGuard.from_state(guard.state(), impl=impl)
+                guard = NGramGuard.from_state(guard.state())
             guard.update(output)
             known, _ = newest(outputs[: number + 1], n, limit)
             assert len(guard) == len(known) <= limit
@@ -682,9 +660,9 @@ class TestExact:
         """Token hashes of three bits: most n-grams collide with others."""
         monkeypatch.setattr(_token_hashes, "_hash_bits", 3)
 
-    def test_hits_are_verified_on_the_tokens(self, impl: str, few_bits: None) -> None:
+    def test_hits_are_verified_on_the_tokens(self, few_bits: None) -> None:
         outputs, facts = some_texts(4, seed=1, words=40), some_texts(80, words=40)
-        plain, exact = NGramGuard(2, impl=impl), NGramGuard(2, exact=True, impl=impl)
+        plain, exact = NGramGuard(2), NGramGuard(2, exact=True)
         rows = exact.token_rows(facts)
         counts, before = exact.overlap_rows(rows), exact.generation
         for written in range(1, 5):
@@ -703,10 +681,10 @@ class TestExact:
         grams = set().union(*(reference.ngrams(reference.tokenize(output), 2) for output in outputs))
         assert len(exact) == len(grams) > len(plain)
 
-    def test_whole_hashes_give_the_same_with_and_without(self, impl: str) -> None:
+    def test_whole_hashes_give_the_same_with_and_without(self) -> None:
         facts = some_texts(50)
         for tokenizer in (None, Whitespace()):
-            plain, exact = (NGramGuard(3, exact=e, tokenizer=tokenizer, impl=impl) for e in (False, True))
+            plain, exact = (NGramGuard(3, exact=e, tokenizer=tokenizer) for e in (False, True))
             for output in ("", *facts[:5], "東京都に住んでいます café \ud800"):
                 plain.update(output)
                 exact.update(output)
@@ -784,7 +762,7 @@ class TestRepetition:
             repetition("a", [], 0)
 
 
-def test_texts_of_ten_megabytes(impl: str) -> None:
+def test_texts_of_ten_megabytes() -> None:
     parts = ["x" * 70_000, "Ω" * 30_000, "東" * 99, "na\u0308h " * 40, "word and word ", "\x00\ud800", "🎉 ก็ "]
     tokens_of = {part: reference.tokenize(part) for part in parts}
     chosen = random.Random(0).choices(parts, weights=[4, 1, 1, 1, 1, 1, 1], k=350)
@@ -792,7 +770,7 @@ def test_texts_of_ten_megabytes(impl: str) -> None:
     assert len(text) > 10_000_000
     tokens = [token for part in chosen for token in tokens_of[part]]
     assert tokenize(text) == tokens
-    guard = NGramGuard(3, impl=impl)
+    guard = NGramGuard(3)
     guard.update(text)
     grams = reference.ngrams(tokens, 3)
     assert len(guard) == len(grams)
@@ -813,9 +791,8 @@ def test_ten_megabytes_of_words() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("impl", ["cpp", "python"])
-def test_matches_are_what_overlap_counts(exact, impl):
-    guard = NGramGuard(3, exact=exact, impl=impl)
+def test_matches_are_what_overlap_counts(exact):
+    guard = NGramGuard(3, exact=exact)
     guard.update("a b c d, and e f g; a b c again")
     text = "x A b c d y e f g z a b c"
     found = guard.matches(text)

@@ -1,4 +1,4 @@
-"""Hashes of tokens: SipHash-1-3 under a key, seven bytes a token, the same from both implementations."""
+"""Hashes of tokens: SipHash-1-3 under a key, seven bytes a token, as in plain Python."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from texts import IMPLS, some_texts
+from python_ngrams import sip_hash
+from texts import some_texts
 
 from cdr_kernel import _C
 from cdr_kernel.text import NGramGuard
-from cdr_kernel.text._token_hashes import PROJECT_KEY, TOKEN_BYTES, TokenHasher, TokenRows, _sip_hash, take_tokens
-
-
-@pytest.fixture(params=IMPLS)
-def impl(request: pytest.FixtureRequest) -> str:
-    return request.param
+from cdr_kernel.text._token_hashes import PROJECT_KEY, TOKEN_BYTES, TokenHasher, TokenRows, take_tokens
 
 
 @pytest.mark.skipif(sys.hash_info.algorithm != "siphash13", reason="this Python hashes bytes another way")
@@ -30,7 +26,7 @@ def test_token_hash_is_siphash_1_3() -> None:
         env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, check=True, text=True,
     )  # fmt: skip
     expected = [int(h) for h in run.stdout.strip(" []\n").split(",")]
-    assert [_sip_hash(token, (0, 0)) for token in tokens] == expected
+    assert [sip_hash(token, (0, 0)) for token in tokens] == expected
     for bits in (1, 8, 55, 56):
         assert words_of(_C.hash_tokens(tokens, key=(0, 0), bits=bits)) == [h % 2**bits for h in expected]
     assert words_of(_C.hash_tokens(tokens, key=PROJECT_KEY, bits=56)) != [h % 2**56 for h in expected]
@@ -44,7 +40,7 @@ def words_of(tokens: np.ndarray) -> list[int]:
 def test_token_hash_depends_on_both_halves_of_the_key() -> None:
     keys = [(0, 0), (1, 0), (0, 1), PROJECT_KEY, (2**64 - 1, 2**63)]
     ours = [words_of(_C.hash_tokens(["pod"], key=key, bits=56))[0] for key in keys]
-    assert ours == [_sip_hash(b"pod", key) % 2**56 for key in keys]
+    assert ours == [sip_hash(b"pod", key) % 2**56 for key in keys]
     assert len(set(ours)) == len(keys)
 
 
@@ -66,14 +62,14 @@ class TestTokenRows:
             guard.update(" ".join(texts[:5]))
             assert guard.overlap_rows(rows).tolist() == guard.overlap(texts).tolist()
 
-    def test_blocks_are_read_one_after_the_other(self, impl: str) -> None:
+    def test_blocks_are_read_one_after_the_other(self) -> None:
         texts = some_texts(30)
         hasher = TokenHasher()
         parts = (texts[:11], [], texts[11:12], texts[12:])
         rows = TokenRows(
             tuple(hasher.hashed(part) for part in parts), texts, hasher.tokenizer_name, hasher.key_fingerprint
         )
-        guard = NGramGuard(2, impl=impl)
+        guard = NGramGuard(2)
         guard.update(texts[3] + texts[20])
         expected = guard.overlap(texts)
         assert guard.overlap_rows(rows).tolist() == expected.tolist()
