@@ -89,7 +89,7 @@ def grown(clusters: Clusters, texts: Sequence[str], facts: int) -> FactStore:
 
 def windows(task: Task, retriever: Retriever, settings: dict[str, Any]) -> tuple[list[float], list[Ranking]]:
     """Milliseconds and envelope of each window; every window covers the next sub-query a little."""
-    session = Session(task.sub_queries, embedding_model=MODEL, mode="calibrated", **settings)
+    session = Session.calibrated(task.sub_queries, embedding_model=MODEL, **settings)
     times, packed = [], []
     for number in range(WINDOWS):
         made: list[Any] = []
@@ -113,7 +113,7 @@ def check_against_reference(store: FactStore, tasks: Sequence[Task], settings: d
         for f, v in zip(view.facts(range(len(store))), view.embeddings.astype(np.float64), strict=True)
     ]
     for task in tasks:
-        session = Session(task.sub_queries, embedding_model=MODEL, mode="calibrated", **settings)
+        session = Session.calibrated(task.sub_queries, embedding_model=MODEL, **settings)
         listed = [reference.SubQuery(i.id, i.label, i.text, i.embedding.tolist()) for i in task.sub_queries]
         twin = reference.CalibratedSession(listed, **settings)
         for item in task.sub_queries[:2]:

@@ -23,7 +23,17 @@ from cdr_kernel.loop import Window, WindowPrompt, assemble, assess, band, crp_he
 from cdr_kernel.rank import Envelope, Explanation, Ranking, cdr_rank, explain, pack_facts, rank_many
 from cdr_kernel.retrieve import Candidates, GateReport, Retriever, gate_report, suggest_min_relevance
 from cdr_kernel.score import Columns, Scores, available_impls, cdr_score
-from cdr_kernel.session import CoverageEntry, Exit, Session, SessionEnded, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.session import (
+    CalibratedSettings,
+    CoverageEntry,
+    Exit,
+    Session,
+    SessionEnded,
+    SpecSettings,
+    SubQuery,
+    WindowReport,
+    depth_from_words,
+)
 from cdr_kernel.spec import constants, reference
 from cdr_kernel.spec.constants import Depth
 from cdr_kernel.store import FactStore
@@ -36,6 +46,7 @@ except PackageNotFoundError:  # a source tree on the path, never installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "CalibratedSettings",
     "Candidates",
     "Columns",
     "CoverageEntry",
@@ -54,6 +65,7 @@ __all__ = [
     "Scores",
     "Session",
     "SessionEnded",
+    "SpecSettings",
     "StoreView",
     "SubQuery",
     "Window",

@@ -11,8 +11,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
-from cdr_kernel import FactStore, Session, SubQuery
+from cdr_kernel import FactStore, SubQuery
 
 pytest.importorskip("fastapi", reason="needs the serve extra")
 pytest.importorskip("msgspec", reason="needs the serve extra")
@@ -71,7 +72,7 @@ def new_session(n=3, **settings):
 def same_session(n=3, **settings):
     """The session that `new_session` makes, in process."""
     items = [SubQuery(f"s{i}", f"Label {i}", f"about {WORDS[i]}", v) for i, v in enumerate(sub_vectors(n))]
-    return Session(items, embedding_model=MODEL, min_relevance=0.3, **settings)
+    return session_of_mode(items, embedding_model=MODEL, min_relevance=0.3, **settings)
 
 
 def update(addressed=("s0",), *, output="red green blue stone river cloud paper", completeness=0.2, **more):

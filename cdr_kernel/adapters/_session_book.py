@@ -105,7 +105,7 @@ class Sessions:
         or of another dimension, and for a session of mode "calibrated", which needs the whole store.
         """
         session = self.get(session_id)
-        if session.calibrated is not None:
+        if not session.settings.in_cosines:
             raise ValueError("mode 'calibrated' measures against the whole store: use the retriever of this adapter")
         newest = self._newest(session, ids)
         session.check_open(newest)

@@ -7,10 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
-from cdr_kernel.session import Session, SubQuery
+from cdr_kernel.session._settings import settings_of
 from cdr_kernel.spec.constants import (
     CALIBRATED_GATE,
     CDR_MIN_RELEVANCE,
@@ -18,6 +17,7 @@ from cdr_kernel.spec.constants import (
     MAX_WINDOWS_LIMIT,
     SAFETY_BUDGET_FLOOR,
 )
+from cdr_kernel.validation._scalars import check_number
 
 
 class Mode(StrEnum):
@@ -63,7 +63,7 @@ _NAMED_OTHERWISE = {"source_weight": "--source", "max_windows": "--windows"}
 
 
 def session_settings(mode: Mode, **options: Any) -> dict[str, Any]:
-    """The keywords of `Session` that these options set, the mode included. None and False are options not given.
+    """The settings that these options set, by name, the mode included. None and False are options not given.
 
     BadParameter with the library's error for what a session of this mode refuses.
     """
@@ -75,7 +75,9 @@ def session_settings(mode: Mode, **options: Any) -> dict[str, Any]:
     each: list[dict[str, Any]] = [{name: value} for name, value in settings.items()]
     for some in (*each, settings):
         try:
-            Session([SubQuery("a", "a", "", np.ones(1))], embedding_model="a", mode=mode.value, **some)
+            budget = {name: some[name] for name in some if name == "safety_budget"}
+            check_number(budget.get("safety_budget", 1.0), "safety_budget", 0.0, 1.0)
+            settings_of(mode.value, **{name: some[name] for name in some if name not in budget})
         except (TypeError, ValueError) as error:
             hints = [_NAMED_OTHERWISE.get(name, f"--{name.replace('_', '-')}") for name in some]
             raise typer.BadParameter(str(error), param_hint=", ".join(hints)) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +47,8 @@ from cdr_kernel.loop import CommandWriter, ExtractWriter
 from cdr_kernel.loop._writers import MAX_TIMEOUT
 from cdr_kernel.report._run_record import RunRecord, summary
 from cdr_kernel.report._store_map import StoreMap
-from cdr_kernel.session._task import Calibrated
+from cdr_kernel.session import CalibratedSettings
+from cdr_kernel.session._settings import MODES, settings_of
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store._attributes import Where
 from cdr_kernel.validation._scalars import counted
@@ -187,8 +187,7 @@ def run(
     """Run a task window by window: rank, pack, write, assess, until one of the exits of §6."""
     if backward_summary and writer == "extract":
         raise typer.BadParameter("--backward-summary is for a command, not for extract")
-    calibrated = mode is Mode.calibrated
-    if pack is Pack.need and not calibrated:
+    if pack is Pack.need and MODES[mode.value].packing != "need":
         raise typer.BadParameter('"need" belongs to mode "calibrated", the mode is "spec"', param_hint="--pack")
     chosen_settings = session_settings(
         mode,
@@ -216,18 +215,19 @@ def run(
     encode = embedder(embed) if embed is not None and (vectors is None or writer != "extract") else None
     query, subs = task_vectors(vectors, chosen, opened, encode)
     check_one_save(opened, task, *([] if vectors is None else [vectors]))
-    guarded = not calibrated if guard is None else guard
+    guarded = MODES[mode.value].guarded if guard is None else guard
+    budget = chosen_settings.pop("safety_budget", 1.0)
     session = cdr_kernel.Session(
         chosen.sub_queries(subs),
         embedding_model=opened.embedding_model,
-        max_windows=windows or chosen.windows,
+        settings=settings_of(**chosen_settings, max_windows=windows or chosen.windows),
+        safety_budget=budget,
         guard=cdr_kernel.NGramGuard() if guarded else False,
-        **chosen_settings,
     )
     write = _writer(writer, opened, session, chosen, token_budget, writer_timeout, encode)
     retriever = cdr_kernel.Retriever(opened, kind.value)
     per_envelope = k or chosen.k
-    packing = (pack or (Pack.need if calibrated else Pack.greedy)).value
+    packing = session.settings.packing if pack is None else pack.value
     wanted = where_filter(where, where_missing, opened.view())
     settings = {
         **_settings_of(session),
@@ -283,10 +283,10 @@ def run(
         _report(report, {chosen.id: document(True, None)})
     last = record.windows[-1]
     if not last["envelope"]["qualified"]:
-        if session.calibrated is None:
-            say_largest_cosine(retriever, query, session.min_relevance, wanted)
+        if isinstance(session.settings, cdr_kernel.SpecSettings):
+            say_largest_cosine(retriever, query, session.settings.min_relevance, wanted)
         elif not last["envelope"]["new_share"]:
-            _say_largest_deviations(retriever, np.vstack([query, *subs]), session.calibrated, wanted)
+            _say_largest_deviations(retriever, np.vstack([query, *subs]), session.settings, wanted)
     if as_json:
         print_json(
             {
@@ -311,15 +311,15 @@ def run(
 
 def _settings_of(session: cdr_kernel.Session) -> dict[str, Any]:
     """The settings of a session for a RUN.json; null for those of the other mode."""
-    names = ("min_relevance", "exclude_packed", "exhaustion", "first_window_pull", "clamp_novelty")
-    spec = session.calibrated is None
+    settings = session.settings
+    spec = isinstance(settings, cdr_kernel.SpecSettings)
     return {
-        "mode": session.mode,
-        "calibrated": None if session.calibrated is None else asdict(session.calibrated),
-        **{name: getattr(session, name) if spec else None for name in names},
-        "completion_threshold": session.completion_threshold,
+        "mode": settings.mode,
+        "calibrated": None if spec else settings.own(),
+        **(settings.own() if spec else dict.fromkeys(cdr_kernel.SpecSettings().own())),
+        "completion_threshold": settings.completion_threshold,
         "safety_budget": session.safety_budget,
-        "residual_depth": session.residual_depth,
+        "residual_depth": settings.residual_depth,
     }
 
 
@@ -373,17 +373,17 @@ def _writer(
 
 
 def _say_largest_deviations(
-    retriever: cdr_kernel.Retriever, vectors: Any, parts: Calibrated, where: Where | None
+    retriever: cdr_kernel.Retriever, vectors: Any, settings: CalibratedSettings, where: Where | None
 ) -> None:
     found = asked_facts(retriever, where)
     if found is None:
         return
     view, among = found
-    asked = vectors if parts.gate_on == "best" else vectors[:1]
+    asked = vectors if settings.gate_on == "best" else vectors[:1]
     scale, shift = retriever.moments.of(view).scale_shift(asked)
     cosines = [largest_cosine(retriever, vector, view) for vector in asked]
     say(
-        f"warning: no fact reaches --gate {parts.gate:.12g}; the largest {among} is "
+        f"warning: no fact reaches --gate {settings.gate:.12g}; the largest {among} is "
         f"{(scale * np.array(cosines) + shift).max():.2f} deviations"
     )
 

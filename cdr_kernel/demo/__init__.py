@@ -99,7 +99,7 @@ def documents(
     """The runs by relevance and by CDR, and one in the calibrated mode, as documents for a report."""
     windows = demo.task.windows if windows is None else windows
     k = demo.task.k if k is None else k
-    session = Session(demo.sub_queries, embedding_model=EMBEDDING_MODEL, mode="calibrated", max_windows=windows)
+    session = Session.calibrated(demo.sub_queries, embedding_model=EMBEDDING_MODEL, max_windows=windows)
     calibrated = RunRecord(demo.task, runs["cdr"].map)
     for window in _by_cdr(demo.query, Retriever(demo.store), session, k):
         calibrated.add(window)

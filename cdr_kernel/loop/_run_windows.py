@@ -129,7 +129,7 @@ def run_windows(
     outputs = list(session.outputs)
     while True:
         number = session.window_count + 1
-        by_need = session.calibrated is not None and pack != "greedy"
+        by_need = session.settings.packing == "need" and pack != "greedy"
         ranking = cdr_rank(query, retriever, session, k=None if by_need else k, multiplier=multiplier, where=where)
         wanted = k if max_facts is None else max_facts
         if by_need and wanted is not None and session.window_count == 0:

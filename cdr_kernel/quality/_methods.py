@@ -14,6 +14,7 @@ from cdr_kernel.quality._corpus import Case, Corpus
 from cdr_kernel.quality._run import Run
 from cdr_kernel.rank import cdr_rank, pack_facts
 from cdr_kernel.session import Session, WindowReport
+from cdr_kernel.session._settings import MODES, settings_of
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Int64
 
@@ -63,7 +64,10 @@ class _RankedRun(Ranked):
 
     def _made(self, settings: Mapping[str, Any]) -> Session:
         case, model = self._case, self._corpus.store.embedding_model
-        return Session(case.sub_queries, embedding_model=model, max_windows=case.task.windows, **settings)
+        own = dict(settings)
+        guard = own.pop("guard")
+        made = settings_of(own.pop("mode"), max_windows=case.task.windows, **own)
+        return Session(case.sub_queries, embedding_model=model, settings=made, guard=guard)
 
     def pick(self, run: Run) -> list[int]:
         session = self._session if run.window else self._first
@@ -81,11 +85,11 @@ class _RankedRun(Ranked):
 def ranked(
     corpus: Corpus, *, mode: str = "spec", guard: bool | None = None, pack: str | None = None, **settings: Any
 ) -> Ranked:
-    """The method whose sessions have these settings. guard None: on for mode "spec", else off. pack: "greedy" or
-    "need"; None is "need" for mode "calibrated", else "greedy"."""
-    on = mode == "spec" if guard is None else guard
+    """The method whose sessions have these settings. guard, pack: None is what the mode does by
+    default."""
+    on = MODES[mode].guarded if guard is None else guard
     made = NGramGuard(tokenizer=corpus.tokenizer) if on else False
-    packing = ("greedy" if mode == "spec" else "need") if pack is None else pack
+    packing = MODES[mode].packing if pack is None else pack
     parts = [mode, *(["need"] if packing == "need" else []), *(["guard"] if on else [])]
     return Ranked(" + ".join(parts), {"mode": mode, "guard": made, **settings}, packing)
 

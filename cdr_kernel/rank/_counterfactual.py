@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from cdr_kernel import _C
-from cdr_kernel.rank._calibrated import Asked, ask, with_enough
-from cdr_kernel.rank._cdr_rank import Multiplier, Ranking, cdr_rank, multipliers
+from cdr_kernel.rank._cdr_rank import Multiplier, cdr_rank, multipliers
 from cdr_kernel.rank._pack import pack_facts, turns
+from cdr_kernel.rank._ranking import Ranking
+from cdr_kernel.rank._window_query import WindowQuery, window_query
 from cdr_kernel.score import Columns, Scores
 from cdr_kernel.score._cdr_score import Factors, best_first, check_product, passing_scores
 from cdr_kernel.score._columns import COVERAGE
@@ -178,10 +179,10 @@ class Question:
         factors = multipliers(self.multiplier, self.view)
         return 1.0 if factors is None else float(factors[self.row()])
 
-    def asked(self) -> Asked:
-        made = ask(self.query, self.retriever, self.session, self.state, self.view)
+    def asked(self) -> WindowQuery:
+        made = window_query(self.session.settings, self.query, self.retriever, self.session, self.state, self.view)
         (kept,) = self.retriever.qualified([self.session], [made.gates], self.view)
-        return with_enough(made, kept.rows, self.retriever, self.session, self.view)
+        return made.with_enough(kept.rows, self.retriever, self.session, self.view)
 
     def unpacked(self) -> Question:
         return self._with(packed={id: n for id, n in self.state.packed.items() if id != self.fact_id})
@@ -221,20 +222,20 @@ class Question:
         row = np.array([self.row()], np.int64)
         return _C.column_values(self.view.blocks, self.view.squared_norms, columns.compiled, row)[0]
 
-    def scoring(self, asked: Asked) -> Columns:
+    def scoring(self, asked: WindowQuery) -> Columns:
         """The columns that score the row."""
         return asked.scoring(np.array([self.row()], np.int64))
 
-    def gates(self, asked: Asked) -> tuple[Gate, ...]:
+    def gates(self, asked: WindowQuery) -> tuple[Gate, ...]:
         names = ["query", *(item.id for item in self.session.sub_queries)]
         gate = np.delete(asked.gates.gate, COVERAGE)
         values = self.values(asked.gates)
         at = np.flatnonzero(gate < np.inf).tolist()
         return tuple(Gate(names[i], float(values[i]), float(gate[i])) for i in at)
 
-    def pulls(self, asked: Asked) -> tuple[Pull, ...]:
+    def pulls(self, asked: WindowQuery) -> tuple[Pull, ...]:
         subs = self.session.sub_queries
-        if self.session.calibrated is not None:
+        if asked.scored.stop:  # else no column is a sub-query's alone
             values = self.values(self.scoring(asked))[asked.scored.start - 1 : asked.scored.stop - 1]
             weights, relevance = asked.columns.weight[asked.scored], -math.inf
         else:
@@ -302,9 +303,7 @@ class WhatIf:
         self._row = np.array([question.row()], np.int64)
         (self.fact,) = view.facts(self._row)
         self.at = ranking.ids.index(id) if id in ranking.ids else None
-        parts = question.session.calibrated
-        packed = id in question.state.packed
-        self.penalty = 1.0 - parts.packed_penalty if parts is not None and packed else 1.0
+        self.penalty = question.session.settings.packed_factor if id in question.state.packed else 1.0
         self.importance = self.fact.importance
         self.multiplier = question.factor()
         guard = question.state.guard
@@ -404,7 +403,7 @@ class WhatIf:
         novelty, relevance = float(now.novelty[0]), float(max(now.relevance[0], now.residual_pull[0]))
         if novelty * more <= 1.0:
             yield Change("novelty", "at least", novelty, novelty * more)
-        if self.question.session.calibrated is None and relevance * more <= 1.0:
+        if self.question.session.settings.in_cosines and relevance * more <= 1.0:
             yield Change("relevance", "at least", relevance, relevance * more)
 
     def _of_the_envelope(self) -> Iterator[Change]:

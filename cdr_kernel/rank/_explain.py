@@ -271,9 +271,7 @@ def _explained(question: Question, room: Room) -> Explanation:
     ranking = question.ranking()
     if fact_id not in ranking.ids:
         lowered = question.lower_gate()
-        parts = session.calibrated
-        once = session.exclude_packed if parts is None else parts.packed_penalty == 1.0
-        status = "packed before" if once and fact_id in state.packed else "not found"
+        status = "packed before" if session.settings.drops_packed and fact_id in state.packed else "not found"
         if lowered is not None:
             status = "below the gate"
             question = replace(question, session=session.supposing(state, lowered))

@@ -20,13 +20,13 @@ import numpy as np
 from cdr_kernel.concurrency._steps import finish
 from cdr_kernel.score._cdr_score import best_first
 from cdr_kernel.session._envelope import PackedContext
-from cdr_kernel.session._task import EXHAUSTIONS
+from cdr_kernel.session._settings import EXHAUSTIONS
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.store._stored_facts import sequences_of, text_of
 from cdr_kernel.validation._scalars import check_integer, counted, few
 
 if TYPE_CHECKING:
-    from cdr_kernel.rank._cdr_rank import Ranking
+    from cdr_kernel.rank._ranking import Ranking
     from cdr_kernel.store._fact_store import Fact
 
 _ROOM = 64

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pyarrow
     from rich.console import Group
 
-    from cdr_kernel.rank._cdr_rank import Ranking
+    from cdr_kernel.rank._ranking import Ranking
 
 MOST_ROWS = 50
 """Facts that a ranking shows of itself; `Ranking.to_arrow` has them all."""

@@ -50,7 +50,7 @@ async def rank_facts(call: Call) -> Answer:
         session.check_open(tenant.facts.facts.newest)
     except SessionEnded as error:
         refuse(error)
-    by_need = session.calibrated is not None and body.pack != "greedy"
+    by_need = session.settings.packing == "need" and body.pack != "greedy"
     if body.pack == "need" and not by_need:
         raise invalid("pack", '"greedy" for a session of mode "spec"', '"need"')
     ask = Ask(

@@ -17,17 +17,18 @@ from cdr_kernel.loop._assess import WordCount, has_token, sentence_candidates, t
 from cdr_kernel.loop._headers import COVERAGE_SCORE, GUARD_ACTIVATIONS
 from cdr_kernel.loop._run_windows import final_output
 from cdr_kernel.rank import Envelope
-from cdr_kernel.rank._cdr_rank import StoredNovelty
+from cdr_kernel.rank._ranking import StoredNovelty
 from cdr_kernel.serve import _schema
 from cdr_kernel.serve._errors import Refusal, invalid, not_found, too_large_answer, unavailable
 from cdr_kernel.serve._fact_operations import done_of, keyed, replay
 from cdr_kernel.serve._idempotency import Done, replayed
 from cdr_kernel.serve._service import Answer, Call
 from cdr_kernel.serve._sessions import Entry, Version, check_size, new_id, with_answer
-from cdr_kernel.serve._settings import OF_MODE, for_new_session
+from cdr_kernel.serve._settings import for_new_session
 from cdr_kernel.serve._signed_tokens import Payload, carried
 from cdr_kernel.serve._window_memory import KeptWindow, packed_envelope
 from cdr_kernel.session import Exit, Session, SubQuery, WindowReport
+from cdr_kernel.session._settings import settings_of
 from cdr_kernel.session._token import StoreBehind, head_of
 from cdr_kernel.store import FactStore
 from cdr_kernel.text import NGramGuard
@@ -52,13 +53,17 @@ async def create_session(call: Call) -> Answer:
         chosen = {name: getattr(body.settings, name) for name in body.settings.__struct_fields__}
         own = {name: value for name, value in {**chosen, "guard": body.guard}.items() if value is not None}
         settings = {"keep_outputs": True, **for_new_session(call.service.settings.new_sessions, own)}
-        guarded = settings.pop("guard", settings.get("mode", "spec") == "spec")
+        guarded, budget = settings.pop("guard", None), settings.pop("safety_budget", 1.0)
+        chosen_settings = settings_of(settings.pop("mode", "spec"), **settings)
+        if guarded is None:
+            guarded = chosen_settings.guarded
         session = Session(
             items,
             embedding_model=tenant.model,
+            settings=chosen_settings,
+            safety_budget=budget,
             guard=NGramGuard(hash_key=call.service.settings.hash_key) if guarded else False,
             id=new_id(),
-            **settings,
         )
         check_size(session, {}, call.service.settings.session_bytes)
         return session, session_answer(call, session.id, session)
@@ -410,7 +415,7 @@ def _packed(named: Sequence[str] | None, kept: KeptWindow | None, session: Sessi
         unknown |= {COVERAGE_SCORE}
     envelope = packed_envelope(ids, last, depth, novelty)
     tested = last  # the calibrated mode asks how many of all ranked facts are new
-    if session.calibrated is None:
+    if session.settings.in_cosines:
         tested = None if last is None or others or (ranked and not ids) else envelope
     return _Packed(envelope, tested, frozenset(unknown))
 
@@ -513,11 +518,7 @@ def session_body(id: str, session: Session) -> _schema.SessionBody:
 
 def session_settings(session: Session) -> _schema.SessionSettings:
     """What a session was made with; null for what its mode does not have."""
-    every = ("mode", "max_windows", "completion_threshold", "residual_depth", "keep_outputs")
-    names = OF_MODE["spec"] if session.calibrated is None else ()
-    values = {name: getattr(session, name) for name in (*every, *names)}
-    parts = {} if session.calibrated is None else asdict(session.calibrated)
-    return _schema.SessionSettings(**values, **parts)
+    return _schema.SessionSettings(**{"mode": session.mode, **asdict(session.settings)})
 
 
 def exit_body(exit: Exit) -> _schema.ExitBody:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from cdr_kernel.session import Session, SubQuery
-from cdr_kernel.session._task import Calibrated
+from cdr_kernel.session._settings import MODES, settings_of
 from cdr_kernel.text._ngram_guard import HashKey
-from cdr_kernel.validation._scalars import check_bool
+from cdr_kernel.validation._scalars import check_bool, check_number
 
 LOOPBACK_NAMES = ("localhost",)
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -182,29 +178,26 @@ def _host_names(given: Any) -> tuple[str, ...]:
     return tuple(name.lower() for name in given)
 
 
-OF_MODE: dict[str, frozenset[str]] = {
-    "spec": frozenset({"min_relevance", "first_window_pull", "clamp_novelty", "exhaustion", "exclude_packed"}),
-    "calibrated": frozenset(item.name for item in fields(Calibrated)),
-}
-"""Settings of `Session` that one mode alone has."""
+_BESIDE = ("mode", "guard", "safety_budget")
+"""What a client chooses for a session beside the settings of its mode."""
 
 
 def check_session_settings(settings: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError for settings that `Session` refuses; guard: a bool."""
     given = dict(settings)
-    if "guard" in given:
-        check_bool(given.pop("guard"), "guard")
+    check_bool(given.pop("guard", False), "guard")
+    check_number(given.pop("safety_budget", 1.0), "safety_budget", 0.0, 1.0)
     for name in given:
-        if name in ("sub_queries", "embedding_model", "id") or name not in signature(Session).parameters:
+        if name != "mode" and not any(name in kind.names() for kind in MODES.values()):
             raise ValueError(f"new_sessions: expected settings of Session, got {name!r}")
-    Session([SubQuery("a", "a", "", np.ones(1))], embedding_model="a", **given)
+    settings_of(given.pop("mode", "spec"), **given)
 
 
 def for_new_session(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a session: its own, and those defaults that its mode has."""
     mode = settings.get("mode", defaults.get("mode", "spec"))
-    foreign = frozenset().union(*(names for other, names in OF_MODE.items() if other != mode))
-    return {name: value for name, value in {**defaults, **settings}.items() if name in settings or name not in foreign}
+    known = {*_BESIDE, *MODES[mode].names()} if mode in MODES else set(defaults)
+    return {**{name: value for name, value in defaults.items() if name in known}, **settings}
 
 
 def is_loopback(host: str) -> bool:

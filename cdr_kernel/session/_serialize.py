@@ -8,16 +8,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdr_kernel.session._task import Calibrated, EnvelopeTest, Feedback, SessionState, SubQuery, check_outputs
+from cdr_kernel.session._settings import MODES, Settings
+from cdr_kernel.session._task import EnvelopeTest, Feedback, SessionState, SubQuery, check_outputs
 from cdr_kernel.text import NGramGuard, Tokenizer
 from cdr_kernel.text._token_hashes import HashKey
-from cdr_kernel.validation._scalars import check_integer, check_number, check_strings, check_text
+from cdr_kernel.validation._scalars import check_choice, check_integer, check_number, check_strings, check_text
 
 if TYPE_CHECKING:
     from cdr_kernel.session._session import Session
@@ -35,7 +36,7 @@ def to_json(session: Session) -> str:
             "schema": SCHEMA,
             "id": session.id,
             "dim": session.dim,
-            "settings": _settings(session),
+            "settings": _settings(session.settings, session.embedding_model),
             "sub_queries": [
                 {
                     "id": item.id,
@@ -59,7 +60,7 @@ def to_json(session: Session) -> str:
             "words": dict(state.words),
             "packed": dict(state.packed),
             "guard": None if state.guard is None else _pack_guard(state.guard),
-            "outputs": list(state.outputs) if session.keep_outputs else None,
+            "outputs": list(state.outputs) if session.settings.keep_outputs else None,
             **_counters(state),
             **_feedback_data(session, state),
         }
@@ -88,12 +89,8 @@ def _counters(state: SessionState) -> dict[str, object]:
     }
 
 
-def _needs_packed(session: Session) -> bool:
-    return session.exclude_packed or (session.calibrated is not None and session.calibrated.packed_penalty > 0.0)
-
-
 def _feedback_data(session: Session, state: SessionState) -> dict[str, object]:
-    if session.calibrated is None:
+    if not session.settings.fixes_direction:
         return {}
     made = state.feedback
     if made is None:
@@ -103,30 +100,8 @@ def _feedback_data(session: Session, state: SessionState) -> dict[str, object]:
     return {"feedback": {"fact_ids": list(made.fact_ids), "direction": direction, "words": words}}
 
 
-def _settings(session: Session) -> dict[str, object]:
-    if session.calibrated is not None:
-        return {
-            "embedding_model": session.embedding_model,
-            "mode": session.mode,
-            "max_windows": session.max_windows,
-            "completion_threshold": session.completion_threshold,
-            "residual_depth": session.residual_depth,
-            "keep_outputs": session.keep_outputs,
-            **asdict(session.calibrated),
-        }
-    return {
-        "embedding_model": session.embedding_model,
-        "mode": session.mode,
-        "min_relevance": session.min_relevance,
-        "max_windows": session.max_windows,
-        "completion_threshold": session.completion_threshold,
-        "first_window_pull": session.first_window_pull,
-        "clamp_novelty": session.clamp_novelty,
-        "exhaustion": session.exhaustion,
-        "exclude_packed": session.exclude_packed,
-        "residual_depth": session.residual_depth,
-        "keep_outputs": session.keep_outputs,
-    }
+def _settings(settings: Settings, embedding_model: str) -> dict[str, object]:
+    return {"embedding_model": embedding_model, "mode": settings.mode, **asdict(settings)}
 
 
 def _envelope_data(state: SessionState) -> list[object] | None:
@@ -169,17 +144,13 @@ def _from_data(kind: type[S], data: dict[str, Any], tokenizer: Tokenizer | None,
 def _from_settings(
     kind: type[S], data: dict[str, Any], sub_queries: Sequence[SubQuery], guard: NGramGuard | Literal[False] | None
 ) -> S:
-    settings = data["settings"]
-    own = "min_relevance first_window_pull clamp_novelty exhaustion exclude_packed"
-    if _extra_fields(data):
-        own = " ".join(item.name for item in fields(Calibrated))
-        if isinstance(settings, dict):  # written before there was one of these: without it
-            settings = {"lexical_feedback_weight": 0.0, "min_qualified": 0, **settings}
-        if settings.get("source_weight"):  # it replaces the feedback, and the two are not given together
-            settings = {**settings, "feedback_weight": None, "lexical_feedback_weight": None}
-    every = "embedding_model mode max_windows completion_threshold residual_depth keep_outputs"
-    _check_fields(settings, f"{every} {own}", "settings")
-    return kind(sub_queries, id=data["id"], safety_budget=data["safety_budget"], guard=guard, **settings)
+    stored = data["settings"]
+    kind_of = MODES[check_choice(stored.get("mode") if isinstance(stored, dict) else None, "mode", tuple(MODES))]
+    own = sorted(kind_of.names())
+    _check_fields(stored, f"embedding_model mode {' '.join(own)}", "settings")
+    settings = kind_of(**{name: stored[name] for name in own})
+    rest: dict[str, Any] = {"id": data["id"], "safety_budget": data["safety_budget"], "guard": guard}
+    return kind(sub_queries, embedding_model=stored["embedding_model"], settings=settings, **rest)
 
 
 def _restore(
@@ -209,7 +180,7 @@ def _restore(
         completeness=check_number(data["completeness"], "completeness", 0.0, 1.0),
         words={id: check_integer(words[id], f"the words of {id!r}", 0) for id in session._index},
         packed=packed,
-        feedback=_read_feedback(session, _with_words(data)),
+        feedback=_read_feedback(session, data.get("feedback")),
         last_envelope=_read_envelope(data["last_envelope"]),
         outputs=_read_outputs(session, outputs, count),
     )
@@ -231,7 +202,7 @@ def _read_envelope(stored: object) -> EnvelopeTest | None:
 
 
 def _read_outputs(session: Session, stored: object, count: int) -> tuple[str, ...]:
-    if not session.keep_outputs:
+    if not session.settings.keep_outputs:
         if stored is not None:
             raise ValueError("outputs must be null where the session does not keep them")
         return ()
@@ -250,14 +221,6 @@ def _token_outputs(stored: object, outputs: Sequence[str] | None) -> list[str] |
     if outputs is not None and _outputs_hash(outputs) != stored:
         raise ValueError("outputs: expected those of the token's session, got others: the SHA-256 differs")
     return list(outputs or ())
-
-
-def _with_words(data: dict[str, Any]) -> object:
-    """The feedback; in what was written before there were words in it, with none."""
-    stored = data.get("feedback")
-    if isinstance(stored, dict) and "lexical_feedback_weight" not in data["settings"]:
-        return {"words": None if stored.get("direction") is None else [], **stored}
-    return stored
 
 
 def _read_feedback(session: Session, stored: object) -> Feedback | None:
@@ -286,7 +249,8 @@ def _read_feedback(session: Session, stored: object) -> Feedback | None:
 
 def _extra_fields(data: dict[str, Any]) -> str:
     settings = data.get("settings")
-    return " feedback" if isinstance(settings, dict) and settings.get("mode") == "calibrated" else ""
+    mode = MODES.get(str(settings.get("mode"))) if isinstance(settings, dict) else None
+    return " feedback" if mode is not None and mode.fixes_direction else ""
 
 
 def _token_guard(stored: object, guard: NGramGuard | None) -> NGramGuard | Literal[False]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,17 @@ from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.score import Columns
 from cdr_kernel.session import _serialize, _token
 from cdr_kernel.session._envelope import PackedContext
+from cdr_kernel.session._settings import (
+    MODES,
+    CalibratedKeywords,
+    CalibratedSettings,
+    Settings,
+    SpecKeywords,
+    SpecSettings,
+    check_settings,
+)
 from cdr_kernel.session._task import (
-    EXHAUSTIONS,
     MOST_WORDS,
-    Calibrated,
     CoverageEntry,
     EnvelopeTest,
     Exit,
@@ -45,18 +52,14 @@ from cdr_kernel.session._task import (
 )
 from cdr_kernel.session._token import NumberedStore, SessionToken
 from cdr_kernel.spec.constants import (
-    CDR_MIN_RELEVANCE,
     CKF_EXHAUSTED,
-    COMPLETION_THRESHOLD,
     DEFAULT_DEPTH,
     EXHAUSTION_RATIO,
     EXIT_REASONS,
     EXIT_SLACK,
     LIMIT_REACHED,
     MAX_DEPTH_FROM_WORDS,
-    MAX_WINDOWS,
     MAX_WINDOWS_LIMIT,
-    NEED_FLOOR,
     SAFETY_BUDGET_DEPLETED,
     SAFETY_BUDGET_FLOOR,
     TASK_COMPLETE,
@@ -65,8 +68,6 @@ from cdr_kernel.text import NGramGuard
 from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
 from cdr_kernel.validation._arrays import as_vector
 from cdr_kernel.validation._scalars import (
-    check_bool,
-    check_choice,
     check_integer,
     check_number,
     check_order,
@@ -75,143 +76,68 @@ from cdr_kernel.validation._scalars import (
 )
 from cdr_kernel.validation._warn import warn
 
-MODES = ("spec", "calibrated")
-_DEFAULT_GATE = float(str(CDR_MIN_RELEVANCE))  # an object of its own, so that the same number given is told from it
 _LONGEST_DETAIL = 200
 """Characters that a session remembers of an envelope's `Exit.detail`."""
 _INSTEAD = {
     "max_windows": "raise it with session.extend(max_windows=...)",
     "sub_queries": "add to them with session.extend(sub_queries=...)",
 }
-_SETTINGS = """
-sub_queries dim task_key id embedding_model mode calibrated min_relevance max_windows completion_threshold
-first_window_pull clamp_novelty exhaustion exclude_packed residual_depth keep_outputs
-"""
-_FIXED = frozenset(_SETTINGS.split())
-"""Settings: attributes that nobody assigns once a session is made."""
+_SETTINGS = frozenset().union(*(kind.names() for kind in MODES.values()))
+_FIXED = frozenset({"sub_queries", "dim", "task_key", "id", "embedding_model", "settings", "mode"})
+"""Attributes that nobody assigns once a session is made, beside the settings."""
 
 
 class Session:
     """The state of one task, from its first window to its exit. Plain data; safe to read while it is updated.
 
-    sub_queries: the task's decomposition, at least one, ids unique, one dimension.
-    embedding_model: the model of all embeddings, the store's (§2.5, R18).
-    mode: "spec", the formula of the specification, or "calibrated", an extension (see `Calibrated`).
-    min_relevance: the gate on query relevance, in [-1, 1] (§2.6; default 0.55). Of mode "spec" alone.
-    max_windows: 1 to 20 (R16). completion_threshold: in [0, 1] (§6, exit 1).
-    safety_budget: in [0, 1] (§6, exit 4).
-    first_window_pull: residual pull while nothing is covered (R1: off). clamp_novelty: novelty <= 1 in scores
-    (R3: off). exhaustion: "score" is exit 3 literally, "novelty" keeps importance out of it (R11).
-    exclude_packed: never pack a fact twice (R20: off).
-    residual_depth: in [0, 1]; a sub-query leaves the residual only when its depth, the sum of the depths reported for
-    it, reaches this (R36; 0: when it is addressed at all).
-    keep_outputs: whether the session holds the text of every window (`session.outputs`), up to
-    `MOST_OUTPUT_CHARACTERS` in all, and its JSON does (R40: off).
-    guard: the n-gram guard (§5), which is copied; None makes an empty one (mode "calibrated": none), False turns it
-    off. Its tokenizer and hash key must be the store's.
-    id: names the session; a random hex string unless given.
-    gate, min_qualified, gate_on, lexical_weight, feedback_weight, lexical_feedback_weight, source_weight, need_floor,
-    packed_penalty, centred_coverage, min_new_share: the parts of mode "calibrated", see `Calibrated`; kept in
-    `session.calibrated`, which is None in mode "spec". first_window_pull, clamp_novelty, exhaustion and
-    exclude_packed are of mode "spec" alone.
+    Args:
+        sub_queries: The task's decomposition: at least one, ids unique, one dimension.
+        embedding_model: The model of all embeddings, the store's (§2.5, R18).
+        settings: `SpecSettings`, the formula of the specification, or `CalibratedSettings`, an extension.
+        safety_budget: In [0, 1] (§6, exit 4). It can be assigned later.
+        guard: The n-gram guard (§5), which is copied. Its tokenizer and hash key must be the store's. None makes an
+            empty one in the specification's mode, and none in the calibrated mode. False turns it off.
+        id: The name of the session. None makes a random hex string.
+        keywords: The short form of `settings=SpecSettings(...)`. `Session.calibrated` is that of the other mode.
 
-    Literal exit 3 ("score") can fire through importance or the n-gram penalty only, since novelty never falls
-    below 0.20; a warning says so when importance alone would end window 1.
+    Literal exit 3 (`exhaustion="score"`) can fire through importance or the n-gram penalty only, since novelty never
+    falls below 0.20. A warning says so when importance alone would end window 1.
 
-    Raises ValueError or TypeError that name what is wrong. The settings are fixed once made, to assign one is an
-    AttributeError; `safety_budget` alone can be assigned. `extend` raises max_windows and adds sub-queries.
+    Raises:
+        TypeError: For a value of a wrong type.
+        ValueError: For a value out of range, and for settings together with keywords.
+        AttributeError: When a setting is assigned later. `extend` raises max_windows and adds sub-queries.
     """
 
     sub_queries: tuple[SubQuery, ...]
     dim: int
     task_key: str
+    settings: Settings
 
     def __init__(
         self,
         sub_queries: Iterable[SubQuery],
         *,
         embedding_model: str,
-        mode: str = "spec",
-        min_relevance: float = _DEFAULT_GATE,
-        max_windows: int = MAX_WINDOWS,
-        completion_threshold: float = COMPLETION_THRESHOLD,
+        settings: Settings | None = None,
         safety_budget: float = 1.0,
-        first_window_pull: bool = False,
-        clamp_novelty: bool = False,
-        exhaustion: str = "score",
-        exclude_packed: bool = False,
-        residual_depth: float = 0.0,
-        keep_outputs: bool = False,
         guard: NGramGuard | Literal[False] | None = None,
         id: str | None = None,
-        gate: float | None = None,
-        min_qualified: int | None = None,
-        gate_on: str | None = None,
-        lexical_weight: float | None = None,
-        feedback_weight: float | None = None,
-        lexical_feedback_weight: float | None = None,
-        source_weight: float | None = None,
-        need_floor: float | None = None,
-        packed_penalty: float | None = None,
-        centred_coverage: bool | None = None,
-        min_new_share: float | None = None,
+        **keywords: Unpack[SpecKeywords],
     ) -> None:
         check_order(sub_queries, "sub_queries")
         self._set_task(_checked_items(sub_queries))
         self.id = uuid.uuid4().hex if id is None else check_text(id, "id")
         self.embedding_model = check_text(embedding_model, "embedding_model")
-        self.mode = check_choice(mode, "mode", MODES)
-        parts = {
-            "gate": gate,
-            "min_qualified": 0 if min_qualified is None and gate is not None else min_qualified,
-            "gate_on": gate_on,
-            "lexical_weight": lexical_weight,
-            "feedback_weight": feedback_weight,
-            "lexical_feedback_weight": lexical_feedback_weight,
-            "source_weight": source_weight,
-            "need_floor": need_floor,
-            "packed_penalty": packed_penalty,
-            "centred_coverage": centred_coverage,
-            "min_new_share": min_new_share,
-        }
-        chosen: dict[str, Any] = {name: value for name, value in parts.items() if value is not None}
-        if self.mode == "spec":
-            if chosen:
-                raise ValueError(f'{next(iter(chosen))} belongs to mode "calibrated", the mode is "spec"')
-            self.calibrated = None
+        if settings is None:
+            self.settings = SpecSettings.of(**keywords)
+        elif keywords:
+            raise ValueError(f"settings: expected settings or keywords, got both: {', '.join(keywords)}")
         else:
-            foreign = {
-                "min_relevance": min_relevance is not _DEFAULT_GATE,
-                "first_window_pull": first_window_pull,
-                "clamp_novelty": clamp_novelty,
-                "exhaustion": exhaustion != "score",
-                "exclude_packed": exclude_packed,
-            }
-            for name, given in foreign.items():
-                if given:
-                    instead = {
-                        "min_relevance": "gate",
-                        "exhaustion": "min_new_share",
-                        "exclude_packed": "packed_penalty",
-                    }
-                    use = f": use {instead[name]}" if name in instead else ""
-                    raise ValueError(f'{name} belongs to mode "spec", the mode is "calibrated"{use}')
-            for name in ("feedback_weight", "lexical_feedback_weight"):
-                if chosen.get("source_weight") and chosen.get(name):
-                    raise ValueError(f"source_weight replaces {name}: expected one of them, got both")
-            self.calibrated = Calibrated(**chosen)
-        self.min_relevance = check_number(min_relevance, "min_relevance", -1.0, 1.0)
-        self.max_windows = check_integer(max_windows, "max_windows", 1, MAX_WINDOWS_LIMIT)
-        self.completion_threshold = check_number(completion_threshold, "completion_threshold", 0.0, 1.0)
-        self.first_window_pull = check_bool(first_window_pull, "first_window_pull")
-        self.clamp_novelty = check_bool(clamp_novelty, "clamp_novelty")
-        self.exhaustion = check_choice(exhaustion, "exhaustion", EXHAUSTIONS)
-        self.exclude_packed = check_bool(exclude_packed, "exclude_packed")
-        self.residual_depth = check_number(residual_depth, "residual_depth", 0.0, 1.0)
-        self.keep_outputs = check_bool(keep_outputs, "keep_outputs")
+            self.settings = check_settings(settings)
         budget = check_number(safety_budget, "safety_budget", 0.0, 1.0)
         own: NGramGuard | None
-        if guard is None and self.mode == "spec":
+        if guard is None and self.settings.guarded:
             own = NGramGuard()
         elif guard is None or guard is False:
             own = None
@@ -225,14 +151,40 @@ class Session:
         self._warned_of_none = False
         self._state = self._fresh_state(own, budget)
 
+    @classmethod
+    def calibrated(
+        cls,
+        sub_queries: Iterable[SubQuery],
+        *,
+        embedding_model: str,
+        safety_budget: float = 1.0,
+        guard: NGramGuard | Literal[False] | None = None,
+        id: str | None = None,
+        **keywords: Unpack[CalibratedKeywords],
+    ) -> Self:
+        """A session of the calibrated mode.
+
+        Args:
+            sub_queries: As for `Session`, and so are embedding_model, safety_budget, guard and id.
+            embedding_model: See there.
+            safety_budget: See there.
+            guard: See there.
+            id: See there.
+            keywords: Those of `CalibratedSettings`. None stands for the default. A gate is taken as it is: where one
+                is given, min_qualified is 0 unless it is given too.
+        """
+        settings = CalibratedSettings.of(**keywords)
+        rest: dict[str, Any] = {"safety_budget": safety_budget, "guard": guard, "id": id}
+        return cls(sub_queries, embedding_model=embedding_model, settings=settings, **rest)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED and name in self.__dict__:
+        if name in _SETTINGS or (name in _FIXED and (name in self.__dict__ or name == "mode")):
             instead = _INSTEAD.get(name, f"make a Session with another {name}")
             raise AttributeError(f"{name} of a session is fixed once it is made: {instead}")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _FIXED:
+        if name in _FIXED or name in _SETTINGS:
             raise AttributeError(f"{name} of a session is fixed once it is made: it cannot be deleted")
         super().__delattr__(name)
 
@@ -249,6 +201,16 @@ class Session:
             f"residual={len(state.residual)} of {len(self.sub_queries)}, "
             f"completeness={state.completeness:.2f})"
         )
+
+    @property
+    def mode(self) -> str:
+        """The name of the mode: "spec" or "calibrated"."""
+        return self.settings.mode
+
+    @property
+    def max_windows(self) -> int:
+        """The limit of windows (R16). `extend` raises it."""
+        return self.settings.max_windows
 
     @property
     def embeddings(self) -> NDArray[np.float64]:
@@ -321,21 +283,16 @@ class Session:
         query: [D] from the session's model; ValueError for another dimension, a zero or a non-finite vector.
         state: a state taken before with `session.state`, to go with its guard and packed facts.
 
-        Of mode "spec". The calibrated mode asks of a store, see `evidence.ask`: a ValueError here.
+        Of mode "spec": a ValueError in the calibrated mode, whose columns need a store. Use `cdr_rank` there.
         """
-        if self.calibrated is not None:
-            raise ValueError('session.columns is of mode "spec": the calibrated mode needs a store, use cdr_rank')
         state = self._state if state is None else state
         covered = [self._index[entry.sub_query_id] for entry in state.coverage]
         remaining = [self._index[item.id] for item in state.residual]
-        return Columns.spec(
+        return self.settings.columns(
             as_vector(query, self.dim, "query"),
-            coverage=self._embeddings[covered] if covered else None,
-            depth_weights=np.array([entry.depth_weight for entry in state.coverage]) if covered else None,
-            residual=self._embeddings[remaining] if remaining else None,
-            min_relevance=self.min_relevance,
-            first_window_pull=self.first_window_pull,
-            clamp_novelty=self.clamp_novelty,
+            self._embeddings[covered] if covered else None,
+            np.array([entry.depth_weight for entry in state.coverage]) if covered else None,
+            self._embeddings[remaining] if remaining else None,
         )
 
     def need(self, state: SessionState | None = None) -> NDArray[np.float64]:
@@ -345,10 +302,9 @@ class Session:
         0, all have 1. state: as in `columns`.
         """
         state = self._state if state is None else state
-        floor = NEED_FLOOR if self.calibrated is None else self.calibrated.need_floor
         reported = _depths(state.coverage)
         depth = np.array([reported.get(item.id, 0.0) for item in self.sub_queries])
-        need = np.maximum(floor, 1.0 - np.minimum(1.0, depth / MAX_DEPTH_FROM_WORDS))
+        need = np.maximum(self.settings.need_floor, 1.0 - np.minimum(1.0, depth / MAX_DEPTH_FROM_WORDS))
         return need if need.any() else np.ones_like(need)
 
     def update(
@@ -401,14 +357,14 @@ class Session:
             if not isinstance(packed, Sequence):
                 raise TypeError(f"packed must be a sequence of ids, got {type(packed).__name__}")
             fact_ids = check_strings(packed, "packed")
-        found = None if envelope is None or self.calibrated is None else envelope.ranking.feedback
+        found = envelope.ranking.feedback if envelope is not None and self.settings.fixes_direction else None
         reader = self._state.guard
         ngrams = None if reader is None else (yield from reader.window_steps(output))
         with self._lock:
             before = self._state
             number = before.window_count + 1
             outputs = before.outputs
-            if self.keep_outputs:
+            if self.settings.keep_outputs:
                 outputs = check_outputs((*outputs, output))
             guard = before.guard
             if guard is not None and ngrams is not None:
@@ -449,7 +405,7 @@ class Session:
         depleted = state.safety_budget <= SAFETY_BUDGET_FLOOR + EXIT_SLACK
         true = {
             TASK_COMPLETE: reported
-            and completeness >= self.completion_threshold - EXIT_SLACK
+            and completeness >= self.settings.completion_threshold - EXIT_SLACK
             and all(item.marginal for item in state.residual),
             LIMIT_REACHED: state.window_count >= self.max_windows,
             CKF_EXHAUSTED: tested is not None and tested.detail != "",
@@ -508,7 +464,7 @@ class Session:
         if limit < self.max_windows:
             raise ValueError(f"max_windows must be at least the present {self.max_windows}, got {limit}")
         with self._lock:
-            self.__dict__["max_windows"] = limit
+            self.__dict__["settings"] = replace(self.settings, max_windows=limit)
             if len(more) > len(self.sub_queries):
                 state = self._state
                 self._set_task(more)
@@ -550,10 +506,8 @@ class Session:
         """
         twin = self.snapshot()
         twin._state = state
-        if gate is not None and self.calibrated is not None:
-            twin.__dict__["calibrated"] = replace(self.calibrated, gate=gate, min_qualified=0)
-        elif gate is not None:
-            twin.__dict__["min_relevance"] = gate
+        if gate is not None:
+            twin.__dict__["settings"] = self.settings.with_gate(gate)
         return twin
 
     def merge(self, branches: Sequence[Session]) -> None:
@@ -765,7 +719,7 @@ class Session:
 
     def _remaining(self, coverage: Iterable[CoverageEntry]) -> tuple[SubQuery, ...]:
         """What is not addressed, or not to the depth that takes it out (R8, R36)."""
-        depths, enough = _depths(coverage), self.residual_depth - EXIT_SLACK
+        depths, enough = _depths(coverage), self.settings.residual_depth - EXIT_SLACK
         return tuple(item for item in self.sub_queries if depths.get(item.id, -1.0) < enough)
 
     def _known_test(self, state: SessionState, envelope: PackedContext | None) -> EnvelopeTest | None:
@@ -777,16 +731,11 @@ class Session:
         if envelope is None or envelope.misfit is not None:
             return last
         ranking = envelope.ranking
-        if self.calibrated is None:
-            ratio = envelope.novelty_ratio(self.exhaustion)
-            exhausted = ratio < EXHAUSTION_RATIO - EXIT_SLACK
-        else:
-            ratio = envelope.new_share
-            exhausted = not len(ranking) or ratio < self.calibrated.min_new_share - EXIT_SLACK
+        ratio, exhausted = self.settings.exhaustion_of(envelope)
         if not exhausted and last is not None and last.detail and ranking.newest <= last.newest:
             return last
-        detail = self._exhaustion_detail(state, envelope, ratio)[:_LONGEST_DETAIL] if exhausted else ""
-        return EnvelopeTest(ratio, detail, ranking.newest)
+        detail = self.settings.why_exhausted(envelope, ratio, bool(state.packed)) if exhausted else ""
+        return EnvelopeTest(ratio, detail[:_LONGEST_DETAIL], ranking.newest)
 
     def _check_id(self, value: object, where: str) -> str:
         if not isinstance(value, str):
@@ -823,21 +772,10 @@ class Session:
         }
         return completeness, depths, words
 
-    def _exhaustion_detail(self, state: SessionState, envelope: PackedContext, ratio: float | None) -> str:
-        """Why exit 3 is true (R12, R27)."""
-        ranking = envelope.ranking
-        if len(ranking) and self.calibrated is not None:
-            return f"the share of facts never packed {ratio:.3f} is below {self.calibrated.min_new_share:g}"
-        if len(ranking):
-            if not (ranking.relevance > 0.0).any():
-                return "no packed fact has a relevance above zero"
-            return f"the mean novelty ratio {ratio:.3f} is below {EXHAUSTION_RATIO}"
-        return envelope.why_empty((self.exclude_packed or ranking.new_share is not None) and bool(state.packed))
-
     def _warn_of_importance(self, envelope: PackedContext) -> None:
         """R11: once, when importance alone would end window 1 as if the store were exhausted."""
         importance = envelope.ranking.importance[envelope.ranking.relevance > 0.0]
-        if self._warned or self.calibrated is not None or self.exhaustion != "score" or not len(importance):
+        if self._warned or not self.settings.scores_exhaust or not len(importance):
             return
         mean = math.fsum(importance) / len(importance)
         if mean <= EXHAUSTION_RATIO + EXIT_SLACK:
@@ -855,18 +793,15 @@ class Session:
         k: None for all that pass. best: called for the largest value that the gate was compared with, when the warning
         says it; without it nothing is said of a gate that no fact passes.
         """
-        parts = self.calibrated
-        gate = self.min_relevance if parts is None else parts.gate
-        unit = "" if parts is None else " deviations"
+        gate, unit = self.settings.gate, self.settings.unit
         advice = "A gate measures the embedding model as much as relevance: see gate_report() or `cdr gate`"
         if passing == 0 and facts and k != 0 and best is not None and not self._warned_of_none:
             largest = best()
             self._warned_of_none = True
             shown = f"{largest:.3f}" if round(largest, 3) != round(gate, 3) else repr(largest)
-            said = f"the best cosine is {shown}" if parts is None else f"the best fact has {shown}"
             if largest >= gate:
                 advice = 'The index is approximate and missed it: use kind="scan", or a larger nprobe'
-            warn(f"0 of {facts} facts reach the gate of {gate:g}{unit}: {said}. {advice}")
+            warn(f"0 of {facts} facts reach the gate of {gate:g}{unit}: {self.settings.best_value(shown)}. {advice}")
         elif k is not None and 0 < passing < k <= facts and not self._warned_of_gate:
             self._warned_of_gate = True
             warn(f"{passing} of {facts} facts reach the gate of {gate:g}{unit}, fewer than k = {k}. {advice}")
@@ -884,7 +819,7 @@ class Session:
             raise ValueError(f"{name} has other sub-queries or another embedding model than this session")
         if (base.guard is None) != (state.guard is None):
             raise ValueError(f"{name} and this session must both have an n-gram guard or both have none")
-        if branch.keep_outputs != self.keep_outputs:
+        if branch.settings.keep_outputs != self.settings.keep_outputs:
             raise ValueError(f"{name} and this session must both keep outputs or both keep none")
         blacklist_kept = (
             base.guard is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -12,27 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdr_kernel.spec.constants import (
-    CALIBRATED_GATE,
     CKF_EXHAUSTED,
     DEFAULT_DEPTH,
     EXIT_REASONS,
-    FEEDBACK_WEIGHT,
-    LEXICAL_FEEDBACK_WEIGHT,
-    LEXICAL_WEIGHT,
     LIMIT_REACHED,
     MAX_DEPTH_FROM_WORDS,
-    MIN_NEW_SHARE,
-    MIN_QUALIFIED,
-    NEED_FLOOR,
     SAFETY_BUDGET_DEPLETED,
     TASK_COMPLETE,
 )
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import as_vector
-from cdr_kernel.validation._scalars import check_bool, check_choice, check_integer, check_number, check_text
+from cdr_kernel.validation._scalars import check_bool, check_integer, check_number, check_text
 
-GATES_ON = ("best", "query")
-EXHAUSTIONS = ("score", "novelty")
 MOST_WORDS = 2**53
 """Up to here a float64 holds every count."""
 MOST_OUTPUT_CHARACTERS = 2**24
@@ -175,60 +165,6 @@ def depth_from_words(actual: float, expected: float) -> float:
     if expected <= 0.0:
         return DEFAULT_DEPTH
     return min(MAX_DEPTH_FROM_WORDS, actual / expected)
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """The parts of the calibrated mode, an extension beside the specification's formula.
-
-    Every cosine is taken in deviations above the store's mean (z). A sub-query's score of a fact is z plus evidence.
-
-    gate: z that a candidate must reach, on gate_on: "best" of query and sub-queries, or "query".
-    min_qualified: int >= 0. Where fewer facts reach the gate, so many with the best z qualify, and what is at most 1e-9
-    below them: two deviations are a lot in a store of some hundred facts of which many serve the task. For a session
-    that is given a gate it is 0 unless it is given too.
-    lexical_weight: share of the z-score of BM25 of the sub-query's text, >= 0.
-    feedback_weight: share of the z-score along the task's own direction, >= 0: from the store's mean to the mean of
-    the 5 best facts of each sub-query, fixed at the first window.
-    lexical_feedback_weight: share of the z-score of BM25 for the words that these same facts have above the store's
-    mean, each weighted by how far above, >= 0; fixed at the first window too.
-    source_weight: share of the evidence of a fact's document, >= 0: its neighbours in it and how well it serves the
-    task. Above 0 it replaces both feedbacks. It needs facts with a source and a position, and prefers documents that
-    serve the task.
-    need_floor: what a sub-query keeps of its need, however deep it was written about, in [0, 1].
-    packed_penalty: what a packed fact loses, in [0, 1]; 1 takes it out.
-    centred_coverage: whether coverage takes part, as 2 * (mean cosine to what is covered - to all sub-queries).
-    min_new_share: the store counts as exhausted when a smaller share of the qualified facts was never packed.
-
-    Raises TypeError or ValueError for what is out of range.
-    """
-
-    gate: float = CALIBRATED_GATE
-    min_qualified: int = MIN_QUALIFIED
-    gate_on: str = "best"
-    lexical_weight: float = LEXICAL_WEIGHT
-    feedback_weight: float = FEEDBACK_WEIGHT
-    lexical_feedback_weight: float = LEXICAL_FEEDBACK_WEIGHT
-    source_weight: float = 0.0
-    need_floor: float = NEED_FLOOR
-    packed_penalty: float = 1.0
-    centred_coverage: bool = False
-    min_new_share: float = MIN_NEW_SHARE
-
-    def __post_init__(self) -> None:
-        highest = {"need_floor": 1.0, "packed_penalty": 1.0, "min_new_share": 1.0}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "gate_on":
-                check_choice(value, item.name, GATES_ON)
-            elif item.name == "min_qualified":
-                object.__setattr__(self, item.name, check_integer(value, item.name, 0))
-            elif item.name == "centred_coverage":
-                check_bool(value, item.name)
-            else:
-                low = -math.inf if item.name == "gate" else 0.0
-                number = check_number(value, item.name, low, highest.get(item.name, math.inf))
-                object.__setattr__(self, item.name, number)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -30,12 +31,13 @@ from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.session import _serialize
 from cdr_kernel.session._bit_codes import BitReader, BitWriter
 from cdr_kernel.session._serialize import SCHEMA
+from cdr_kernel.session._settings import MODES
 from cdr_kernel.session._task import CoverageEntry, SessionState, SubQuery
 from cdr_kernel.spec.constants import MAX_DEPTH_FROM_WORDS
 from cdr_kernel.store._numbering import Numbering
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.validation._arrays import Int64
-from cdr_kernel.validation._scalars import check_order, check_strings, check_text
+from cdr_kernel.validation._scalars import check_choice, check_order, check_strings, check_text
 
 if TYPE_CHECKING:
     from cdr_kernel.session._session import Session
@@ -93,19 +95,19 @@ def token_and_blob(session: Session, store: NumberedStore | None) -> SessionToke
     """See `Session.token_and_blob`."""
     state = session._state
     _check_store(store, session.embedding_model)
-    packed = state.packed if _serialize._needs_packed(session) else {}
+    packed = state.packed if session.settings.keeps_packed else {}
     feedback = () if state.feedback is None else state.feedback.fact_ids
     numbers, origin = _numbers([*packed, *feedback], store)
     head: dict[str, Any] = {
         "v": SCHEMA,
         "id": session.id,
-        "settings": _shortened(_serialize._settings(session)),
+        "settings": _shortened(_serialize._settings(session.settings, session.embedding_model)),
         "guard": None if state.guard is None else _serialize._guard_settings(state.guard),
         **_serialize._counters(state),
     }
     if origin is not None:
         head["store"] = origin
-    if session.keep_outputs:
+    if session.settings.keep_outputs:
         head["outputs"] = _serialize._outputs_hash(state.outputs)
     body = _body(session, state, packed, numbers)
     head["sha256"] = _digest(head, session.sub_queries, body)
@@ -252,13 +254,8 @@ def _completed(settings: Any) -> dict[str, Any]:
 
 @cache
 def _default_settings(mode: str) -> dict[str, Any]:
-    """All settings of a session that was given none. Without the model, which has no default."""
-    from cdr_kernel.session._session import Session
-
-    item = SubQuery("default", "default", "", np.ones(1))
-    settings = _serialize._settings(Session([item], embedding_model="default", mode=mode, guard=False))
-    del settings["embedding_model"]
-    return settings | {"mode": "spec"}
+    """The settings that a session of this mode has by default."""
+    return {**asdict(MODES[check_choice(mode, "mode", tuple(MODES))]()), "mode": "spec"}
 
 
 # The body
@@ -313,7 +310,7 @@ def _restore(
     for window, numbers in windows.items():
         packed |= {id: window for id in (next(names) for _ in numbers) if id is not None}
     foreign = unnumbered.get("packed", {})
-    if not isinstance(foreign, dict) or ((windows or foreign) and not _serialize._needs_packed(session)):
+    if not isinstance(foreign, dict) or ((windows or foreign) and not session.settings.keeps_packed):
         raise ValueError(f"packed must be an object, and only where packed facts matter, got {foreign!r:.200}")
     feedback: list[Any] | None = None if ordered is None else list(names)
     for entry in _serialize._check_list(unnumbered.get("feedback", []), "feedback"):
@@ -321,7 +318,7 @@ def _restore(
         if feedback is None or type(place) is not int or not 0 <= place <= len(feedback) or not isinstance(id, str):
             raise ValueError(f"feedback must list [place, id] in its order, got {entry!r:.200}")
         feedback.insert(place, id)
-    if feedback is not None and session.calibrated is None:
+    if feedback is not None and not session.settings.fixes_direction:
         raise ValueError('feedback belongs to mode "calibrated", the token is of another')
     _serialize._restore(
         session,

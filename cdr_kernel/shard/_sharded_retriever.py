@@ -28,13 +28,15 @@ from numpy.typing import NDArray
 from cdr_kernel.concurrency._forks import Lock, cached_property
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.rank import Ranking, cdr_rank
-from cdr_kernel.rank._calibrated import Asked, Evidence, Given, Terms, asked, gate_key, gathered, lower_gate, task_of
+from cdr_kernel.rank._calibrated import CalibratedWindow, calibrated_window, lower_gate
 from cdr_kernel.rank._cdr_rank import Multiplier, check_named
 from cdr_kernel.rank._counterfactual import Question, StoreChanged
+from cdr_kernel.rank._evidence import Evidence, GivenAddend, Terms, gathered, task_of
+from cdr_kernel.rank._window_query import WindowQuery
 from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
 from cdr_kernel.retrieve._calibration import Calibration, Sums
 from cdr_kernel.score._cdr_score import best_first
-from cdr_kernel.session import Session
+from cdr_kernel.session import Session, SpecSettings
 from cdr_kernel.session._task import SessionState
 from cdr_kernel.shard._messages import Call, Group, Slot, Superseded, ask_all
 from cdr_kernel.shard._partition import put
@@ -58,7 +60,7 @@ from cdr_kernel.validation._arrays import Float64, Int64, as_array, factor
 
 __all__ = ["ShardedRetriever", "ShardedStore", "ShardsMissing"]
 
-_Of: TypeAlias = "tuple[Asked, tuple[Any, ...] | None, Evidence | None]"
+_Of: TypeAlias = "tuple[WindowQuery, tuple[Any, ...] | None, Evidence | None]"
 """What a session asks, and for the calibrated mode its task and the evidence."""
 
 _TASKS_KEPT = 128  # each under two names
@@ -343,7 +345,7 @@ class ShardedRetriever:
                 there = name
         return _Elsewhere(query, self, session, state, fact.view(), fact_id, multiplier, snapshot, there)
 
-    def asked(self, question: _Elsewhere) -> Asked:
+    def asked(self, question: _Elsewhere) -> WindowQuery:
         """What is asked, with what is added to the row of the fact."""
         window, session, state = self._window(question.snapshot), question.session, question.state
         with _changed():
@@ -357,7 +359,8 @@ class ShardedRetriever:
 
             added = window.ask("added", arguments, groups=[question.shard])
         _all_there(window)
-        return replace(of[0], added=Given(added[question.shard]))
+        assert isinstance(of[0], CalibratedWindow)
+        return replace(of[0], added=GivenAddend(added[question.shard]))
 
     def factor(self, question: _Elsewhere) -> float:
         """The fact's multiplier."""
@@ -385,53 +388,52 @@ class ShardedRetriever:
 
     def _asked(self, query: Any, session: Session, state: SessionState, window: _Window) -> _Of:
         """What a session asks, and for the calibrated mode its task and the evidence."""
-        parts = session.calibrated
-        if parts is None:
+        settings = session.settings
+        if isinstance(settings, SpecSettings):
             columns = session.columns(query, state=state)
             if columns.dim != self.store.dim:
                 raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {columns.dim}")
-            return Asked(columns, columns, slice(0, 0), None), None, None
-        if parts.source_weight and self.store.by != "source":
+            return WindowQuery(columns, columns), None, None
+        if settings.source_weight and self.store.by != "source":
             raise ValueError("source_weight: needs all facts of a source in one shard: partition by='source'")
         facts = window.facts
         with self._lock:
             evidence = (
-                None if window.missing else self._evidence.get((*task_of(session, parts, state.feedback), *facts))
+                None if window.missing else self._evidence.get((*task_of(session, settings, state.feedback), *facts))
             )
         if evidence is None:
             if session.dim != self.store.dim:
                 raise ValueError(f"query: expected dimension {self.store.dim} (that of the store), got {session.dim}")
-            evidence = gathered(session, parts, window, state.feedback)
-        task = (*task_of(session, parts, evidence.feedback), *facts)
+            evidence = gathered(session, settings, window, state.feedback)
+        task = (*task_of(session, settings, evidence.feedback), *facts)
         if window.missing:  # of what could be reached, this once
             task = (*task, uuid.uuid4().hex)
         else:
             with self._lock:
                 for each in (state.feedback, evidence.feedback):  # a later window holds what this one found
-                    self._evidence[(*task_of(session, parts, each), *facts)] = evidence
+                    self._evidence[(*task_of(session, settings, each), *facts)] = evidence
                 while len(self._evidence) > _TASKS_KEPT:
                     self._evidence.popitem(last=False)
-        made = asked(query, session, state, window, self.store.dim, evidence)
+        made = calibrated_window(query, session, settings, state, window, self.store.dim, evidence)
         with self._lock:
-            lower = None if window.missing else self._gates.get(gate_key(made, session, facts))
+            lower = None if window.missing else self._gates.get(made.gate_key(session, facts))
         return made if lower is None else made.at(lower), task, evidence
 
     def _lowered(self, window: _Window, session: Session, of: _Of, passed: int) -> _Of:
         """What a session asks, with the gate that enough facts pass (`evidence.with_enough`)."""
         made, task, evidence = of
-        parts = session.calibrated
         gate = float(made.gates.gate[0])
-        if parts is None or passed >= parts.min_qualified or gate == -np.inf:
+        if not isinstance(made, CalibratedWindow) or passed >= made.settings.min_qualified or gate == -np.inf:
             return of
-        least = parts.min_qualified
-        found = window.same("best_z", columns_fields(made.gates), least, check=lambda z: bool(np.isfinite(z).all()))
+        least = made.settings.min_qualified
+        found = window.same("best_gated", columns_fields(made.gates), least, check=lambda z: bool(np.isfinite(z).all()))
         best = np.sort(np.concatenate([np.zeros(0), *found.values()]))[::-1]
         lower = min(gate, lower_gate(best, least))
         if lower == gate:
             return of
         if not window.missing:
             with self._lock:
-                self._gates[gate_key(made, session, window.facts)] = lower
+                self._gates[made.gate_key(session, window.facts)] = lower
                 while len(self._gates) > _TASKS_KEPT:
                     self._gates.popitem(last=False)
         return made.at(lower), task, evidence
@@ -551,8 +553,8 @@ class _Elsewhere(Question):
             raise ShardsMissing(made.missing_shards)
         return made
 
-    def asked(self) -> Asked:
-        asked: Asked = self.retriever.asked(self)
+    def asked(self) -> WindowQuery:
+        asked: WindowQuery = self.retriever.asked(self)
         return asked
 
     def factor(self) -> float:
@@ -629,7 +631,7 @@ def _ranking(
     window: _Window,
     session: Session,
     state: SessionState,
-    what: Asked,
+    what: WindowQuery,
     merge: Merged,
     facts: Mapping[int, Fact],
     k: int | None,
@@ -643,7 +645,7 @@ def _ranking(
         none = {name: np.zeros(0) for name in ARRAYS}
         arrays = {**none, "ngram_overlap": np.zeros(0, np.int32), "by_sub_query": None}
     extra: dict[str, Any] = {}
-    if session.calibrated is not None:
+    if isinstance(what, CalibratedWindow):
         new = sum(answer.new for answer in merge.answers)
         need = what.columns.weight[what.scored]
         if arrays["by_sub_query"] is None:
@@ -669,10 +671,10 @@ def _ranking(
     )
 
 
-def _best_of_the_gate(window: _Window, what: Asked) -> float:
+def _best_of_the_gate(window: _Window, what: WindowQuery) -> float:
     """The largest value of any fact in a gated column, of the shards that say it; nan where none does."""
     fields = columns_fields(what.gates.gates_alone())
-    found = window.same("best_z", fields, 0, check=lambda z: bool(np.isfinite(z).all())).values()
+    found = window.same("best_gated", fields, 0, check=lambda z: bool(np.isfinite(z).all())).values()
     return float(max((values[0] for values in found if len(values)), default=np.nan))
 
 

@@ -19,27 +19,27 @@ from numpy.typing import NDArray
 
 from cdr_kernel.concurrency._forks import Lock
 from cdr_kernel.rank import Ranking
-from cdr_kernel.rank._calibrated import (
-    Added,
-    Asked,
+from cdr_kernel.rank._calibrated import CalibratedWindow
+from cdr_kernel.rank._cdr_rank import multipliers
+from cdr_kernel.rank._evidence import (
     Evidence,
+    LexicalAddend,
     Terms,
     best_rows,
-    best_z,
     rows_of,
     term_sums,
     unit_rows,
     word_sums,
 )
-from cdr_kernel.rank._cdr_rank import Question, multipliers
 from cdr_kernel.rank._tables import BREAKDOWN
+from cdr_kernel.rank._window_query import WindowQuery, best_gated
 from cdr_kernel.retrieve import retriever_on
 from cdr_kernel.retrieve._bm25 import SparseSums, WordCounts
 from cdr_kernel.retrieve._calibration import Sums
 from cdr_kernel.retrieve._window_cache import CACHE_BYTES
 from cdr_kernel.score import Columns
-from cdr_kernel.session import CoverageEntry, Session
-from cdr_kernel.session._task import Calibrated, SessionState
+from cdr_kernel.session import CalibratedSettings, CoverageEntry, Session
+from cdr_kernel.session._task import SessionState
 from cdr_kernel.shard._partition import Write, facts_in, placed, put
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._attributes import Where, chosen
@@ -106,7 +106,7 @@ class Ask:
 
     token: names the session; session: itself, without its state, for a shard that does not know it. columns, gates:
     fields of `Columns`, None for gates that are the columns, residual None for the vectors of the remaining
-    sub-queries; scored: see `evidence.Asked`. covered: (sub-query, depth) by coverage entry; remaining: sub-queries.
+    sub-queries; scored: see `WindowQuery`. covered: (sub-query, depth) by coverage entry; remaining: sub-queries.
     packed: facts that were packed, where it matters. task: names the evidence; evidence: itself.
     """
 
@@ -336,7 +336,8 @@ class Shard:
 
     def added(self, view: StoreView, ask: Ask, ids: tuple[str, ...]) -> Float64:
         """What words and documents add to the columns of these facts, [M, S], in the calibrated mode."""
-        added = self._asked(ask, self._known(ask).session, view).added
+        asked = self._asked(ask, self._known(ask).session, view)
+        added = asked.added if isinstance(asked, CalibratedWindow) else None
         assert added is not None
         return added.of(rows_of(view, ids))
 
@@ -367,9 +368,9 @@ class Shard:
             for values, rows in found
         ]
 
-    def best_z(self, view: StoreView, gates: Mapping[str, Any], most: int, where: Where | None = None) -> Float64:
+    def best_gated(self, view: StoreView, gates: Mapping[str, Any], most: int, where: Where | None = None) -> Float64:
         """The largest values in the best gated column, so many and one more, descending."""
-        return best_z(Columns(**gates), most, _some(view, where))
+        return best_gated(Columns(**gates), most, _some(view, where))
 
     def vectors(self, view: StoreView, ids: tuple[str, ...], where: Where | None = None) -> tuple[Int64, Float64]:
         """Sequence numbers and unit vectors of those of these facts that are here."""
@@ -417,7 +418,7 @@ class Shard:
         found = self._retriever.qualified(sessions, gates, view, bounds=k is not None and by_relevance)
         answers = []
         for ask, session, guard, each, kept in zip(asks, sessions, guards, asked, found, strict=True):
-            question = Question(session, _state(ask, session, guard), each, kept, self._retriever, view)
+            question = each.session_query(session, _state(ask, session, guard), kept, self._retriever, view)
             ranking, passed, new = question.counted(k, factors)
             digest = None if ask.blacklist is None else ask.blacklist.digest
             answers.append(_answer(ranking, passed, new, len(view), digest, whole))
@@ -456,7 +457,7 @@ class Shard:
             known.guard, known.digest = guard, wanted.digest
             return guard
 
-    def _asked(self, ask: Ask, session: Session, view: StoreView) -> Asked:
+    def _asked(self, ask: Ask, session: Session, view: StoreView) -> WindowQuery:
         scored = slice(*ask.scored)
         fields = dict(ask.columns)
         if fields["residual"] is None:
@@ -464,9 +465,9 @@ class Shard:
         columns = Columns(**fields)
         gates = columns if ask.gates is None else Columns(**ask.gates)
         if ask.task is None:
-            return Asked(gates, columns, scored, None)
-        parts = session.calibrated
-        assert parts is not None
+            return WindowQuery(gates, columns, scored)
+        settings = session.settings
+        assert isinstance(settings, CalibratedSettings)
         key = (*ask.task, view.version)
         found: Evidence | None = self._retriever.evidence.get(key)
         if found is None:
@@ -474,7 +475,8 @@ class Shard:
                 raise _Needed
             found = ask.evidence
             self._retriever.evidence.put(key, found, found.nbytes)
-        return Asked(gates, columns, scored, None, Added(found, parts, self._retriever, view, key))
+        added = LexicalAddend(found, settings, self._retriever, view, key)
+        return CalibratedWindow(gates, columns, scored, settings=settings, added=added)
 
 
 def _some(view: StoreView, where: Where | None) -> StoreView:
@@ -518,5 +520,4 @@ def _answer(ranking: Ranking, passed: int, new: int, asked: int, digest: str | N
 
 def needs_packed(session: Session) -> bool:
     """Whether it matters to a ranking which facts were packed."""
-    parts: Calibrated | None = session.calibrated
-    return session.exclude_packed or parts is not None
+    return session.settings.reads_packed

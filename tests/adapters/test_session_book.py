@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
 from cdr_kernel import (
     EmbeddingModelMismatch,
@@ -32,7 +33,7 @@ SUBS = [SubQuery(str(i), f"part {i}", f"topic {i}", QUERY + R.standard_normal(16
 
 
 def session(**options):
-    return Session(SUBS, embedding_model="m", **options)
+    return session_of_mode(SUBS, embedding_model="m", **options)
 
 
 def output_of(places):
@@ -102,7 +103,7 @@ def test_bad_documents_raise():
         with pytest.raises(ValueError):  # noqa: PT011  # the store's own messages
             sessions.rerank(QUERY, ["a"], ["t"], vectors)
     assert sessions.handed_out() is None
-    calibrated = Session(SUBS, embedding_model="m", mode="calibrated")
+    calibrated = Session.calibrated(SUBS, embedding_model="m")
     with pytest.raises(ValueError, match="whole store"):
         Sessions(calibrated).rerank(QUERY, IDS, TEXTS, VECTORS)
 

@@ -14,12 +14,12 @@ import weakref
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
 from cdr_kernel import (
     FactStore,
     NGramGuard,
     Retriever,
-    Session,
     SubQuery,
     WindowReport,
     cdr_rank,
@@ -91,7 +91,7 @@ def store_of(n=40, seed=0):
 
 def session_of(**settings):
     subs = [SubQuery(f"s{j}", f"S{j}", "pods and nodes", QUERY + 2.0 * np.eye(DIM)[j]) for j in range(3)]
-    return Session(subs, embedding_model=MODEL, **(settings or {"min_relevance": -1.0}))
+    return session_of_mode(subs, embedding_model=MODEL, **(settings or {"min_relevance": -1.0}))
 
 
 def report(session):

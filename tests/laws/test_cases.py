@@ -12,6 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from sessions import session_of_mode
 from typer.testing import CliRunner
 
 from cdr_kernel import (
@@ -34,6 +35,7 @@ from cdr_kernel import (
 )
 from cdr_kernel.cli._app import app
 from cdr_kernel.retrieve._retriever import EXACT_KINDS, KINDS
+from cdr_kernel.session._settings import settings_of
 
 IMPLS = available_impls()
 E1, E2 = [1.0, 0.0], [0.0, 1.0]
@@ -49,7 +51,7 @@ def a_store(rows=RAW_ROWS, dtype="float32", **keywords):
 
 def a_session(vectors=(E1, E2), **settings):
     subs = [SubQuery(f"s{j}", f"S{j}", "", vector) for j, vector in enumerate(vectors)]
-    return Session(subs, embedding_model="m1", **settings)
+    return session_of_mode(subs, embedding_model="m1", **settings)
 
 
 def state(store=None, session=None):
@@ -391,11 +393,12 @@ class TestFalsyParameters:
     def test_gate(self):
         rows = [[0.1, 1.0], [-0.1, 1.0], [0.0, 1.0]]
         session = a_session(min_relevance=0.0)
-        assert session.min_relevance == 0.0
+        assert session.settings.min_relevance == 0.0
         assert set(ranked(rows, E1, session=session)) == {"f0", "f2"}
         assert len(Retriever(a_store(rows)).search(E1, min_relevance=0.0)) == 2
-        assert Session.from_json(session.to_json()).min_relevance == 0.0
-        assert Session.from_token(session.token(), session.sub_queries, embedding_model="m1").min_relevance == 0.0
+        assert Session.from_json(session.to_json()).settings == session.settings
+        twin = Session.from_token(session.token(), session.sub_queries, embedding_model="m1")
+        assert twin.settings == session.settings
 
     def test_importance_and_multiplier(self):
         store = a_store(importance=[0.0, 1.0, 0.0, 1.0])
@@ -416,7 +419,7 @@ class TestFalsyParameters:
 
     def test_settings(self):
         session = a_session(completion_threshold=0.0, safety_budget=0.0)
-        assert (session.completion_threshold, session.safety_budget) == (0.0, 0.0)
+        assert (session.settings.completion_threshold, session.safety_budget) == (0.0, 0.0)
         assert session.exit().escalate
         assert SubQuery("a", "A", "", E1, expected_words=0).expected_words == 0
         report = assess("nothing", [SubQuery("a", "A", "else", E1)], min_depth=0.0, expected_words=0)
@@ -434,9 +437,10 @@ class TestFalsyParameters:
             cdr_score(RAW_ROWS, Columns.spec(E1), impl=empty)
         with pytest.raises(ValueError, match="kind: expected"):
             Retriever(a_store(), empty)
-        for name in ("mode", "exhaustion"):
-            with pytest.raises(ValueError, match=f"{name} must be one of"):
-                a_session(**{name: empty})
+        with pytest.raises(ValueError, match="exhaustion must be one of"):
+            a_session(exhaustion=empty)
+        with pytest.raises(ValueError, match="mode must be one of"):
+            settings_of(empty)
         with pytest.raises((ValueError, TypeError), match="embedding_model"):
             FactStore(2, embedding_model=empty)
 

@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sessions import session_of_mode
 
 from cdr_kernel import (
     _C,
@@ -31,7 +32,6 @@ from cdr_kernel import (
     FactStore,
     NGramGuard,
     Retriever,
-    Session,
     SubQuery,
     WindowReport,
     available_impls,
@@ -484,7 +484,7 @@ def check_session(world):
     if world.many:
         vectors = with_opposites(r, vectors)
     names = [f"s{j}" for j in range(world.sub_queries)]
-    session = Session(
+    session = session_of_mode(
         [SubQuery(name, name, "", vector) for name, vector in zip(names, vectors, strict=True)],
         embedding_model="m1", min_relevance=gate, **world.keywords,
     )  # fmt: skip
@@ -573,7 +573,7 @@ def check_window(world, model, session, twin, query, retrievers, r, where):
         if kind in APPROXIMATE_KINDS:
             check_approximate(world, query, retriever, session, ranking, given)
         elif where is None:
-            found = retriever.search(query, min_relevance=session.min_relevance)
+            found = retriever.search(query, min_relevance=session.settings.min_relevance)
             assert [found.view.id_of(row) for row in found.rows] == sorted(by_id, key=lambda i: by_id[i].fact.sequence)
     return ranking
 
@@ -591,7 +591,7 @@ def check_approximate(world, query, retriever, session, exact, given):
     assert found.qualified == len(found)
     best = cdr_rank(query, retriever, session, k=world.k, **given)
     assert bits(best) == bits(found.take(np.arange(min(world.k, len(found)))))
-    assert session.min_relevance > -1.0 or len(found) == len(exact)
+    assert session.settings.min_relevance > -1.0 or len(found) == len(exact)
 
 
 def change(world, model, query, r, window):

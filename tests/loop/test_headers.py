@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import session_of_mode
 
 from cdr_kernel import reference
 from cdr_kernel.loop import band, crp_headers, guarantee_holds
@@ -41,7 +42,7 @@ def make_envelope(novelty, *, qualified=None, guard_activations=0, coverage_dept
 
 
 def make_session(completeness=0.0, **kwargs) -> Session:
-    session = Session([SubQuery("a", "A", "about a", [1.0, 0.0])], embedding_model="m1", **kwargs)
+    session = session_of_mode([SubQuery("a", "A", "about a", [1.0, 0.0])], embedding_model="m1", **kwargs)
     if completeness:
         session.update(WindowReport(completeness, embedding_model="m1"), "output")
     return session

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
 from cdr_kernel import reference
 from cdr_kernel.exceptions import EmbeddingModelMismatch
@@ -26,7 +27,7 @@ QUERY = np.array([1.0, 1.0, 1.0, 3.0])
 def make_session(**kwargs) -> Session:
     items = [SubQuery(topic, topic.upper(), f"about {topic}", np.eye(4)[i]) for i, topic in enumerate(TOPICS)]
     gate = {} if kwargs.get("mode") == "calibrated" else {"min_relevance": 0.5}
-    return Session(items, **{"embedding_model": MODEL, **gate, **kwargs})
+    return session_of_mode(items, **{"embedding_model": MODEL, **gate, **kwargs})
 
 
 def make_retriever(importance=None, model=MODEL, per_topic=4) -> Retriever:

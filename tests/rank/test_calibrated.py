@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import session_of_mode
 
 from cdr_kernel import (
     _C,
@@ -27,8 +28,8 @@ from cdr_kernel import (
 )
 from cdr_kernel.files._files import Task
 from cdr_kernel.loop import guarantee_holds
-from cdr_kernel.rank import _calibrated
-from cdr_kernel.rank._calibrated import ask
+from cdr_kernel.rank import _calibrated, _evidence
+from cdr_kernel.rank._window_query import window_query
 from cdr_kernel.report._run_record import RunRecord
 from cdr_kernel.score._cdr_score import Factors, passing_scores
 
@@ -114,7 +115,7 @@ def test_windows_are_those_of_the_reference(seed, n, guarded, parts):
         parts = {**parts, "feedback_weight": 0.0, "lexical_feedback_weight": 0.0}
     store, items, query = some_store(r, n, dim), some_items(r, dim), r.standard_normal(dim) + 0.5
     facts, twin = as_reference(store, items, parts)
-    session = Session(items, embedding_model=MODEL, mode="calibrated", guard=NGramGuard() if guarded else None, **parts)
+    session = Session.calibrated(items, embedding_model=MODEL, guard=NGramGuard() if guarded else None, **parts)
     retriever = Retriever(store)
     for _ in range(3):
         multiplier = dict(zip(store.ids, r.choice([0.5, 1.0], len(store)).tolist(), strict=True))
@@ -159,7 +160,7 @@ def world():
 
 
 def calibrated(items, **keywords):
-    return Session(items, embedding_model=MODEL, mode="calibrated", **{"gate": 0.5, **keywords})
+    return Session.calibrated(items, embedding_model=MODEL, **{"gate": 0.5, **keywords})
 
 
 def window(session, store, query, addressed=("q0",), retriever=None):
@@ -222,11 +223,11 @@ def test_codes_find_the_same_facts_for_the_feedback(seed, monkeypatch):
     same = np.repeat(r.standard_normal((8, 6)) + 0.5, 5, axis=0)  # ties
     store.add([f"late{i}" for i in range(40)], texts, same)
     store.remove(store.ids[:150:7])
-    monkeypatch.setattr(_calibrated, "_SOME", 6)
-    monkeypatch.setattr(_calibrated, "_SAMPLE", 24)
+    monkeypatch.setattr(_evidence, "_SOME", 6)
+    monkeypatch.setattr(_evidence, "_SAMPLE", 24)
     computed = []
-    values = _calibrated._values
-    monkeypatch.setattr(_calibrated, "_values", lambda *of: [computed.append(len(of[-1])), values(*of)][1])
+    values = _evidence._values
+    monkeypatch.setattr(_evidence, "_values", lambda *of: [computed.append(len(of[-1])), values(*of)][1])
     for weight in (0.0, 0.25, 3.0):
         session = calibrated(items, lexical_weight=weight)
         first = cdr_rank(query, Retriever(store), session)
@@ -243,8 +244,8 @@ def test_numbers_of_rows_are_found_whichever_are_fewer(known, rows):
     known, rows = (np.array(sorted(each), np.int64) for each in (known, rows))
     pair = (known, np.stack([known * 2.0 + 1.0, known * 3.0], axis=1))
     expected = [[row * 2.0 + 1.0, row * 3.0] if row in known else [0.0, 0.0] for row in rows.tolist()]
-    assert _calibrated._taken(pair, rows).tolist() == expected
-    assert _calibrated._taken((known, pair[1][:, 0]), rows).tolist() == [first for first, _ in expected]
+    assert _evidence._values_at(pair, rows).tolist() == expected
+    assert _evidence._values_at((known, pair[1][:, 0]), rows).tolist() == [first for first, _ in expected]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -255,12 +256,12 @@ def test_codes_find_the_same_best_facts_for_every_bound(seed, monkeypatch):
     store.add([f"f{i}" for i in range(60)], texts, r.standard_normal((60, dim)).round(1) + 0.01)
     coded, plain, view = Retriever(store), Retriever(store), store.view()
     coded.prepare()
-    monkeypatch.setattr(_calibrated, "_SOME", int(r.integers(1, 40)))
-    monkeypatch.setattr(_calibrated, "_SAMPLE", int(r.integers(1, 60)))
+    monkeypatch.setattr(_evidence, "_SOME", int(r.integers(1, 40)))
+    monkeypatch.setattr(_evidence, "_SAMPLE", int(r.integers(1, 60)))
     session = calibrated(some_items(r, dim), lexical_weight=float(r.choice([0.05, 0.25, 1.0, 3.0])))
-    made = _calibrated.gathered(session, session.calibrated, _calibrated._Here(plain, view))
+    made = _evidence.gathered(session, session.settings, _evidence.LocalFacts(plain, view))
     for first, second in zip(
-        _calibrated.best_rows(made, plain, view), _calibrated.best_rows(made, coded, view), strict=True
+        _evidence.best_rows(made, plain, view), _evidence.best_rows(made, coded, view), strict=True
     ):
         assert first[1].tolist() == second[1].tolist()
         assert first[0].tobytes() == second[0].tobytes()
@@ -292,7 +293,7 @@ def test_scores_are_those_of_the_exact_routine(need_floor):
     factors[view.alive] = multiplier
     for number in range(4):
         ranking = cdr_rank(query, retriever, session, multiplier=multiplier)
-        asked = ask(query, retriever, session, session.state, view)
+        asked = window_query(session.settings, query, retriever, session, session.state, view)
         rows = np.sort([view.row_of(id) for id in ranking.ids])
         assert rows.tolist() == retriever.candidates(asked.gates, view).tolist()
         packed = np.array([view.id_of(row) in session.state.packed for row in rows.tolist()])
@@ -359,9 +360,7 @@ def test_the_header_falls_while_a_run_repeats_its_topic():
     store = FactStore(8, embedding_model=MODEL)
     rows = np.concatenate([centre + 0.1 * r.standard_normal((60, 8)), r.standard_normal((300, 8))])
     store.add([f"f{i}" for i in range(360)], [f"fact {i}" for i in range(360)], rows)
-    session = Session(
-        [SubQuery("same", "Same", "the same", centre)], embedding_model=MODEL, mode="calibrated", gate=1.0
-    )
+    session = Session.calibrated([SubQuery("same", "Same", "the same", centre)], embedding_model=MODEL, gate=1.0)
     windows = list(
         run_windows(
             lambda prompt: prompt.envelope.text,
@@ -390,23 +389,23 @@ def test_the_spec_is_the_default_and_computes_none_of_it(world):
     session, retriever = Session(items, embedding_model=MODEL, min_relevance=-1.0), Retriever(store)
     ranking = cdr_rank(query, retriever, session)
     assert session.mode == "spec"
-    assert session.calibrated is ranking.by_sub_query is ranking.new_share is ranking.feedback is None
+    assert ranking.by_sub_query is ranking.new_share is ranking.feedback is None
     assert retriever.moments._sums is None
     assert retriever.lexical._indexed.segments == ()
     assert not retriever.evidence
 
 
 def test_defaults(world):
-    session = Session(world[1], embedding_model=MODEL, mode="calibrated")
-    parts = session.calibrated
+    session = Session.calibrated(world[1], embedding_model=MODEL)
+    parts = session.settings
     assert (parts.gate, parts.gate_on, parts.lexical_weight, parts.feedback_weight) == (2.0, "best", 0.25, 0.4)
     assert parts.lexical_feedback_weight == 0.5
     assert (parts.source_weight, parts.need_floor, parts.packed_penalty, parts.min_new_share) == (0.0, 0.35, 1.0, 0.15)
     assert parts.centred_coverage is False
     assert session.guard is None
     assert parts.min_qualified == 200
-    assert calibrated(world[1]).calibrated.min_qualified == 0  # a gate that is given is taken at its word
-    assert calibrated(world[1], min_qualified=7).calibrated.min_qualified == 7
+    assert calibrated(world[1]).settings.min_qualified == 0  # a gate that is given is taken at its word
+    assert calibrated(world[1], min_qualified=7).settings.min_qualified == 7
 
 
 @pytest.mark.parametrize(
@@ -433,13 +432,13 @@ def test_defaults(world):
 )
 def test_settings_are_checked(world, keywords, error, message):
     with pytest.raises(error, match=message):
-        Session(world[1], embedding_model=MODEL, mode="calibrated", **keywords)
+        Session.calibrated(world[1], embedding_model=MODEL, **keywords)
 
 
 @pytest.mark.parametrize("name", ["gate", "lexical_weight", "packed_penalty", "min_new_share"])
 def test_parts_of_the_mode_need_the_mode(world, name):
     with pytest.raises(ValueError, match=f'{name} belongs to mode "calibrated"'):
-        Session(world[1], embedding_model=MODEL, **{name: 0.1})
+        session_of_mode(world[1], embedding_model=MODEL, **{name: 0.1})
 
 
 def test_columns_need_a_store(world):
@@ -523,7 +522,7 @@ def test_what_is_kept_is_bounded_by_bytes(world, keywords):
 def test_what_is_added_for_rows_is_made_for_those_that_passed(world):
     store, items, query = world
     session, retriever, view = calibrated(items), Retriever(store), store.view()
-    asked = ask(query, retriever, session, session.state, view)
+    asked = window_query(session.settings, query, retriever, session, session.state, view)
     rows = retriever.candidates(asked.gates, view)
     scoring = asked.scoring(rows)
     assert asked.columns.addend is None
@@ -540,7 +539,7 @@ def test_json_keeps_everything(world):
     store, items, query = world
     session = calibrated(items, guard=NGramGuard(), centred_coverage=True)
     empty = Session.from_json(session.to_json())
-    assert empty.calibrated == session.calibrated
+    assert empty.settings == session.settings
     window(session, store, query)
     again = Session.from_json(session.to_json())
     assert again.to_json() == session.to_json()
@@ -568,7 +567,7 @@ def test_json_keeps_everything(world):
 
 def test_json_of_the_source_option(world):
     session = calibrated(world[1], source_weight=0.4)
-    assert Session.from_json(session.to_json()).calibrated == session.calibrated
+    assert Session.from_json(session.to_json()).settings == session.settings
 
 
 def test_a_token_keeps_the_ids_and_the_ranking(world):
@@ -686,8 +685,8 @@ def test_enough_facts_qualify_among_some(world):
 def test_the_gate_is_lowered_once(world, monkeypatch):
     store, items, query = world
     retriever, calls = Retriever(store), []
-    best_z = _calibrated.best_z
-    monkeypatch.setattr(_calibrated, "best_z", lambda *of: [calls.append(1), best_z(*of)][1])
+    best_gated = _calibrated.best_gated
+    monkeypatch.setattr(_calibrated, "best_gated", lambda *of: [calls.append(1), best_gated(*of)][1])
     for least in (20, 1000):
         calls.clear()
         sessions = [calibrated(items, gate=1.5, min_qualified=least) for _ in range(2)]

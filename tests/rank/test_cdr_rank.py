@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
 from cdr_kernel import (
     EmbeddingModelMismatch,
@@ -31,7 +32,7 @@ def world(n=120, seed=0, dtype="float32", **settings):
     vectors[n // 2] = vectors[1]
     store.add([f"f{i}" for i in range(n)], texts, vectors, importance=r.choice([0.0, 0.5, 1.0, 2.0], n))
     subs = [SubQuery(f"s{j}", f"S{j}", f"sub {j}", query * 0.5 + r.standard_normal(DIM)) for j in range(5)]
-    session = Session(subs, embedding_model="m1", **{"min_relevance": 0.3, **settings})
+    session = session_of_mode(subs, embedding_model="m1", **{"min_relevance": 0.3, **settings})
     return store, session, query, r
 
 
@@ -62,9 +63,9 @@ def mirror(session):
         coverage_set=[reference.Entry(e.embedding.tolist(), e.depth_weight, e.window_number) for e in session.coverage],
         residual_set=[reference.SubQuery(s.id, s.label, s.text, s.embedding.tolist()) for s in session.residual],
         ngram_blacklist=blacklist,
-        min_relevance=session.min_relevance,
-        first_window_pull=session.first_window_pull,
-        clamp_novelty=session.clamp_novelty,
+        min_relevance=session.settings.min_relevance,
+        first_window_pull=session.settings.first_window_pull,
+        clamp_novelty=session.settings.clamp_novelty,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 from typer.testing import CliRunner
 
 from cdr_kernel import FactStore, NGramGuard, Retriever, Session, SubQuery, WindowReport, cdr_rank, explain, pack_facts
@@ -57,7 +58,7 @@ class World:
 
     def session(self, without=(), unpacked=(), guard=None, **settings):
         """As told, without the sub-queries covered or the facts packed that are named."""
-        session = Session(self.subs, embedding_model="m1", guard=guard, **{**self.settings, **settings})
+        session = session_of_mode(self.subs, embedding_model="m1", guard=guard, **{**self.settings, **settings})
         for report, output, envelope in self.told:
             left = tuple(id for id in report.addressed if id not in without)
             depths = {id: report.depth_by_sub_query[id] for id in left}

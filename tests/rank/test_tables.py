@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from rich.console import Console
+from sessions import session_of_mode
 
-from cdr_kernel import FactStore, Ranking, Retriever, Session, SubQuery, cdr_rank
+from cdr_kernel import FactStore, Ranking, Retriever, SubQuery, cdr_rank
 from cdr_kernel.rank._tables import BREAKDOWN, MOST_ROWS, Table, plain
 
 
@@ -23,7 +24,7 @@ def ranking(n=4, mode="spec", texts=None):
         ids, texts or [f"text {i}" for i in range(n)], vectors, source=sources, position=[i or None for i in range(n)]
     )
     settings = {"gate": -9.0} if mode == "calibrated" else {}
-    session = Session([SubQuery("s", "S", "s", [0.0, 1.0])], embedding_model="m1", mode=mode, **settings)
+    session = session_of_mode([SubQuery("s", "S", "s", [0.0, 1.0])], embedding_model="m1", mode=mode, **settings)
     return cdr_rank([1.0, 0.0], Retriever(store), session)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sessions import session_of_mode
 
 from cdr_kernel import Columns, FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts, rank_many
 from cdr_kernel.score._device_rows import DeviceRows
@@ -35,7 +36,7 @@ def sessions_of(dim: int, seed: int, mode: str, count: int = 1, **settings) -> l
     for number in range(count):
         r = np.random.default_rng([seed, number])
         subs = [SubQuery(f"q{j}", f"Topic {j}", f"topic {j}", np.ones(dim) + r.standard_normal(dim)) for j in range(4)]
-        made.append(Session(subs, embedding_model=MODEL, mode=mode, id=str(number), **settings))
+        made.append(session_of_mode(subs, embedding_model=MODEL, mode=mode, id=str(number), **settings))
     return made
 
 

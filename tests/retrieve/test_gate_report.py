@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
 from cdr_kernel import (
     FactStore,
@@ -107,7 +108,7 @@ def test_a_gate_that_leaves_fewer_than_k_warns_once():
 
 def test_a_calibrated_gate_warns_too():
     store, query = store_of([0.9, 0.4, 0.3]), [1.0, 0.0]
-    session = Session([SubQuery("a", "A", "a", query)], embedding_model="toy", mode="calibrated", gate=1.0)
+    session = Session.calibrated([SubQuery("a", "A", "a", query)], embedding_model="toy", gate=1.0)
     with pytest.warns(UserWarning, match=r"facts reach the gate of 1 deviations, fewer than k = 3"):
         cdr_rank(query, Retriever(store), session, k=3)
 
@@ -141,7 +142,7 @@ def near_and_far(seed=0, n=300, dim=8):
 
 def session_of(query, **settings):
     subs = [SubQuery("a", "A", "a", query), SubQuery("b", "B", "b", np.roll(query, 1))]
-    return Session(subs, embedding_model="toy", **settings)
+    return session_of_mode(subs, embedding_model="toy", **settings)
 
 
 def ways_to(store):

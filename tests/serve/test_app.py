@@ -25,9 +25,10 @@ from serving import (
     update,
     write_keys,
 )
+from sessions import session_of_mode
 from starlette.testclient import TestClient
 
-from cdr_kernel import Retriever, Session, WindowReport, cdr_rank, cdr_score, crp_headers, pack_facts
+from cdr_kernel import Retriever, WindowReport, cdr_rank, cdr_score, crp_headers, pack_facts
 from cdr_kernel.score import Columns
 from cdr_kernel.serve import Settings, create_app
 
@@ -80,7 +81,7 @@ def test_windows_over_http_are_those_of_the_library(client, mode):
     if mode == "calibrated":
         from cdr_kernel import Session
 
-        own = Session(own.sub_queries, embedding_model=MODEL, mode="calibrated")
+        own = Session.calibrated(own.sub_queries, embedding_model=MODEL)
     retriever = Retriever(make_store())
     coverage_scores = []
     for window in range(1, 4):
@@ -480,7 +481,7 @@ def test_a_server_has_defaults_for_new_sessions(tmp_path, defaults, told):
         assert (plain["ngrams"] is None) is not defaults["guard"]
         ranked = client.post(f"/v1/sessions/{plain['id']}/rank", json=rank()).json()
         settings = {name: value for name, value in defaults.items() if name != "guard"}
-        own = Session(same_session().sub_queries, embedding_model=MODEL, **settings)
+        own = session_of_mode(same_session().sub_queries, embedding_model=MODEL, **settings)
         assert 0 < ranked["qualified"] == cdr_rank(query(), Retriever(make_store()), own).qualified < 60
         value = {"min_relevance": 0.1} if mode == "spec" else {"gate": 0.1}
         changed = made(**value, max_windows=3)

@@ -9,7 +9,8 @@ import pytest
 from commands import invoke
 
 from cdr_kernel.serve import Settings
-from cdr_kernel.serve._settings import OF_MODE, check_session_settings, for_new_session, is_loopback
+from cdr_kernel.serve._settings import check_session_settings, for_new_session, is_loopback
+from cdr_kernel.session._settings import MODES
 
 pytest.importorskip("msgspec")
 
@@ -144,7 +145,7 @@ def test_each_setting_of_one_mode_is_refused_in_the_other():
     values = {"exhaustion": "novelty", "gate_on": "query", "min_relevance": 0.3, "min_qualified": 3, "gate": 1.0}
     flags = {"first_window_pull", "clamp_novelty", "exclude_packed", "centred_coverage"}
     for mode, other in (("spec", "calibrated"), ("calibrated", "spec")):
-        for name in OF_MODE[mode]:
+        for name in MODES[mode]().own():
             value = True if name in flags else values.get(name, 0.5)
             assert name not in for_new_session({"mode": mode, name: value}, {"mode": other})
             with pytest.raises(ValueError, match=f"{name} belongs to mode"):

@@ -13,12 +13,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import session_of_mode
 from timing import seconds
 
 from cdr_kernel import reference
 from cdr_kernel.exceptions import EmbeddingModelMismatch
 from cdr_kernel.rank import Envelope, Ranking
-from cdr_kernel.session import Session, SessionEnded, SubQuery, WindowReport, depth_from_words
+from cdr_kernel.session import (
+    CalibratedSettings,
+    Session,
+    SessionEnded,
+    SpecSettings,
+    SubQuery,
+    WindowReport,
+    depth_from_words,
+)
+from cdr_kernel.session._settings import settings_of
 from cdr_kernel.spec.constants import EXIT_REASONS, Depth
 from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.text import NGramGuard
@@ -35,7 +45,7 @@ def sub_query(name: str, i: int = 0, dim: int = 4, **kwargs) -> SubQuery:
 
 def make_session(names=NAMES, marginal=(), **kwargs) -> Session:
     items = [sub_query(name, i, marginal=name in marginal) for i, name in enumerate(names)]
-    return Session(items, **{"embedding_model": MODEL, "id": "s", **kwargs})
+    return session_of_mode(items, **{"embedding_model": MODEL, "id": "s", **kwargs})
 
 
 def make_envelope(
@@ -84,8 +94,9 @@ def report(addressed=(), completeness=0.5, model: str | None = MODEL, **kwargs) 
 @pytest.mark.parametrize(
     ("kwargs", "error", "says"),
     [
-        ({"mode": "other"}, ValueError, "'spec'"),
-        ({"mode": None}, ValueError, "'spec'"),
+        ({"gate": 1.0}, ValueError, 'gate belongs to mode "calibrated", the mode is "spec"'),
+        ({"settings": SpecSettings(), "max_windows": 3}, ValueError, "expected settings or keywords, got both"),
+        ({"settings": {"max_windows": 3}}, TypeError, "settings must be SpecSettings or CalibratedSettings"),
         ({"embedding_model": ""}, ValueError, "embedding_model"),
         ({"embedding_model": None}, TypeError, "embedding_model"),
         ({"min_relevance": float("nan")}, ValueError, "min_relevance"),
@@ -114,6 +125,20 @@ def report(addressed=(), completeness=0.5, model: str | None = MODEL, **kwargs) 
 def test_settings_are_checked(kwargs, error, says):
     with pytest.raises(error, match=says):
         make_session(**kwargs)
+
+
+def test_settings_of_a_mode_by_its_name():
+    assert settings_of("spec", max_windows=3) == SpecSettings(max_windows=3)
+    assert settings_of("calibrated", gate=1.5, lexical_weight=None) == CalibratedSettings(gate=1.5, min_qualified=0)
+    for mode in ("other", None):
+        with pytest.raises(ValueError, match="'spec'"):
+            settings_of(mode)
+    with pytest.raises(ValueError, match=r'exclude_packed belongs to mode "spec", .*: use packed_penalty'):
+        settings_of("calibrated", exclude_packed=True)
+    with pytest.raises(TypeError, match="gates is no setting of a session"):
+        settings_of("calibrated", gates=1.0)
+    with pytest.raises(TypeError, match=r"mode is no setting of a session, .* use Session\.calibrated"):
+        Session([sub_query("a")], embedding_model=MODEL, mode="calibrated")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +202,7 @@ def test_words_and_packed_cannot_be_changed_from_outside():
 
 def test_zero_is_a_value_and_not_unset():
     session = make_session(min_relevance=0.0, completion_threshold=0.0, safety_budget=0.0)
-    assert session.min_relevance == session.completion_threshold == session.safety_budget == 0.0
+    assert session.settings.min_relevance == session.settings.completion_threshold == session.safety_budget == 0.0
     assert SubQuery("a", "A", "", [1.0], expected_words=0).expected_words == 0
     session.update(report(["a"], 0.0, depth_by_sub_query={"a": 0.0}), "")
     assert session.coverage[0].depth_weight == 0.0
@@ -894,9 +919,9 @@ def test_settings_are_fixed(mode):
     with pytest.raises(AttributeError, match=r"session\.extend\(max_windows=\.\.\.\)"):
         session.max_windows = 100
     assert Session.from_json(session.to_json()).to_json() == before
-    if session.calibrated is not None:
+    if session.mode == "calibrated":
         with pytest.raises(AttributeError):
-            session.calibrated.gate = 1.0
+            session.settings.gate = 1.0
 
 
 def test_a_session_hands_out_nothing_that_changes_it():
@@ -932,7 +957,7 @@ def test_a_sub_query_remains_until_it_is_deep_enough():
         Session.from_token(session.token(), session.sub_queries, embedding_model=MODEL, guard=session.guard),
         session.snapshot(),
     ):
-        assert twin.residual_depth == 0.7
+        assert twin.settings.residual_depth == 0.7
         twin.update(report(["a"], depth_by_sub_query={"a": 0.3}), OUTPUT)
         assert [item.id for item in twin.residual] == ["c"]
     left, right = session.snapshot(), session.snapshot()
@@ -1237,8 +1262,16 @@ def test_json_keeps_every_setting():
     twin = Session.from_json(session.to_json())
     assert twin.to_json() == session.to_json()
     assert twin.guard is None
-    assert (twin.first_window_pull, twin.clamp_novelty, twin.exclude_packed) == (True, True, True)
-    assert (twin.exhaustion, twin.completion_threshold, twin.min_relevance) == ("novelty", 0.0, -0.5)
+    assert (twin.settings.first_window_pull, twin.settings.clamp_novelty, twin.settings.exclude_packed) == (
+        True,
+        True,
+        True,
+    )
+    assert (twin.settings.exhaustion, twin.settings.completion_threshold, twin.settings.min_relevance) == (
+        "novelty",
+        0.0,
+        -0.5,
+    )
 
 
 def test_json_of_a_replaced_tokenizer_needs_it_again():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import session_of_mode
 
 from cdr_kernel import (
     EmbeddingModelMismatch,
@@ -72,7 +73,7 @@ def some_items(count, seed=2):
 def session_of(items, mode, **keywords):
     if mode == "spec":
         keywords = {"min_relevance": -1.0, "exclude_packed": True, **keywords}
-    return Session(items, embedding_model=MODEL, mode=mode, max_windows=20, id="0" * 32, **keywords)
+    return session_of_mode(items, embedding_model=MODEL, mode=mode, max_windows=20, id="0" * 32, **keywords)
 
 
 def window(session, store, facts, addressed=(), seed=0):
@@ -157,7 +158,7 @@ def state_of(session, packed, coverage=(), feedback=()):
         residual=session._remaining(coverage),
         window_count=20,
         packed=packed,
-        feedback=Feedback(feedback) if session.calibrated is not None else None,
+        feedback=Feedback(feedback) if session.mode == "calibrated" else None,
     )
     return session.supposing(state)
 
@@ -450,7 +451,7 @@ def test_settings_come_back_and_defaults_are_left_out():
     ):
         session = make_session(**keywords)
         twin = Session.from_token(session.token(), session.sub_queries, embedding_model=MODEL)
-        assert _serialize._settings(twin) == _serialize._settings(session)
+        assert twin.settings == session.settings
     assert head_of(make_session().token())["settings"] == {"embedding_model": MODEL}
     assert head_of(make_session(mode="calibrated", need_floor=0.0).token())["settings"] == {
         "embedding_model": MODEL, "mode": "calibrated", "need_floor": 0.0,

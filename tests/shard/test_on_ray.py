@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
 from cdr_kernel import FactStore, NGramGuard, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts
 from cdr_kernel.shard import ShardedRetriever, _on_ray, partition
@@ -111,11 +112,11 @@ def on_ray(world, monkeypatch):
 
 
 def spec(items, **keywords):
-    return Session(items, embedding_model=MODEL, **{"min_relevance": 0.2, **keywords})
+    return session_of_mode(items, embedding_model=MODEL, **{"min_relevance": 0.2, **keywords})
 
 
 def calibrated(items, **keywords):
-    return Session(items, embedding_model=MODEL, mode="calibrated", gate=0.0, **keywords)
+    return Session.calibrated(items, embedding_model=MODEL, gate=0.0, **keywords)
 
 
 def written(session, ranking):

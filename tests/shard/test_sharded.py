@@ -16,6 +16,7 @@ import pytest
 from fact_stores import reseal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import session_of_mode
 
 from cdr_kernel import (
     DamagedFileError,
@@ -180,7 +181,7 @@ def session_of(items, keywords):
     keywords = {**keywords, "guard": guards[keywords["guard"]]()}
     if keywords.get("source_weight"):
         keywords["feedback_weight"] = keywords["lexical_feedback_weight"] = 0.0
-    return Session(items, embedding_model=MODEL, **keywords)
+    return session_of_mode(items, embedding_model=MODEL, **keywords)
 
 
 @settings(derandomize=True, deadline=None, max_examples=120)
@@ -228,7 +229,7 @@ def test_several_sessions_at_once(seed, shards):
     store = store_of(r, 50)
     sessions = [
         Session(items_of(r), embedding_model=MODEL, min_relevance=0.1),
-        Session(items_of(r), embedding_model=MODEL, mode="calibrated", gate=0.3),
+        Session.calibrated(items_of(r), embedding_model=MODEL, gate=0.3),
         Session(items_of(r), embedding_model=MODEL, exclude_packed=True),
     ]
     queries = r.standard_normal((3, DIM)) + 0.5
@@ -251,11 +252,11 @@ def world(tmp_path):
 
 
 def spec(items, **keywords):
-    return Session(items, embedding_model=MODEL, **{"min_relevance": 0.3, **keywords})
+    return session_of_mode(items, embedding_model=MODEL, **{"min_relevance": 0.3, **keywords})
 
 
 def calibrated(items, **keywords):
-    return Session(items, embedding_model=MODEL, mode="calibrated", gate=0.0, **keywords)
+    return Session.calibrated(items, embedding_model=MODEL, gate=0.0, **keywords)
 
 
 def written(session, ranking, text=None):
@@ -428,7 +429,7 @@ def test_enough_facts_qualify_over_all_shards(world):
     with ShardedStore.split(store, shards=3) as sharded:
         elsewhere, here = ShardedRetriever(sharded), Retriever(store)
         for least in (0, 50, 70, 1000):
-            session = Session(items, embedding_model=MODEL, mode="calibrated", gate=1.5, min_qualified=least)
+            session = Session.calibrated(items, embedding_model=MODEL, gate=1.5, min_qualified=least)
             for window in range(3):
                 ranking = cdr_rank(query, elsewhere, session, k=30)
                 same(ranking, cdr_rank(query, here, session, k=30))
@@ -460,7 +461,7 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize("method", ["rank", "numbered", "moments", "best", "best_z"])
+@pytest.mark.parametrize("method", ["rank", "numbered", "moments", "best", "best_gated"])
 def test_a_shard_that_stays_away_is_named(world, faulty, clock, method):
     store, items, query = world
     faulty.limits.timeout = 4.0
@@ -472,7 +473,7 @@ def test_a_shard_that_stays_away_is_named(world, faulty, clock, method):
 
     for replica in replicas(faulty):
         replica.before = before
-    session = calibrated(items, min_qualified=1000 if method == "best_z" else 0)
+    session = calibrated(items, min_qualified=1000 if method == "best_gated" else 0)
     ranking = cdr_rank(query, ShardedRetriever(faulty), session, k=300)
     assert not ranking.complete
     assert ranking.missing_shards == ("shard-1",)
@@ -1103,7 +1104,7 @@ def test_a_filter_does_not_starve_k(world):
             for session in (spec(items, min_relevance=-1.0), calibrated(items)):
                 ranking = cdr_rank(query, ShardedRetriever(sharded), session, k=count, where=where)
                 same(ranking, cdr_rank(query, Retriever(store), session, k=count, where=where))
-                assert session.calibrated is not None or len(ranking) == count
+                assert session.mode == "calibrated" or len(ranking) == count
 
 
 def test_a_gate_that_starves_a_filter_is_warned_of_alike(world):

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sessions import session_of_mode
 
 from cdr_kernel import (
     _C,
     FactStore,
     Retriever,
-    Session,
     SubQuery,
     WindowReport,
     available_impls,
@@ -173,7 +173,7 @@ def by_kernel(name, kind):
     case, query, subs, gate, steps = script(name)
     store = FactStore(case["dim"], embedding_model="m1", dtype=case["dtype"])
     retriever = Retriever(store, kind)
-    session = Session(
+    session = session_of_mode(
         [SubQuery(f"s{j}", f"s{j}", "", vector) for j, vector in enumerate(subs)],
         embedding_model="m1", min_relevance=gate, **case["settings"],
     )  # fmt: skip

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from fact_stores import reseal
+from sessions import session_of_mode
 
 from cdr_kernel import (
     DamagedFileError,
@@ -64,7 +65,7 @@ def session_of(rng, mode="spec"):
     vectors = rng.normal(size=(3, DIM))
     subs = [SubQuery(f"s{i}", f"Sub {i}", ["alpha beta", "gamma", "kappa zeta"][i], v) for i, v in enumerate(vectors)]
     keywords = {"min_relevance": 0.1} if mode == "spec" else {}
-    return Session(subs, embedding_model=MODEL, mode=mode, **keywords)
+    return session_of_mode(subs, embedding_model=MODEL, mode=mode, **keywords)
 
 
 def same(a, b):
