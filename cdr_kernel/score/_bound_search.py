@@ -501,6 +501,8 @@ def _reach(
         passing = upper > -np.inf
         upper, positions = upper[passing] * unit + _TINY, positions[passing]
         best = kth_best(session, np.sort(positions))
+        if np.isnan(best):  # infinity less infinity: no bound tells such facts apart, so all are scored
+            best = -np.inf
         if len(positions) < wanted or wanted == len(bounds) or upper[-1] < best:
             return np.sort(positions[upper >= best])
         wanted = min(len(bounds), 2 * wanted)
