@@ -9,8 +9,10 @@ everything else is tested against.
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING, Any
 
 if _find_spec("cdr_kernel._C") is None:  # as in a checkout that hides an installed package
     raise ImportError(
@@ -40,6 +42,12 @@ from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Fact, StoreView
 from cdr_kernel.text import NGramGuard, repetition, tokenize
 
+if TYPE_CHECKING:
+    from cdr_kernel.durable import DurableStore
+    from cdr_kernel.report import write_report
+    from cdr_kernel.score._device_rows import DeviceRows
+    from cdr_kernel.shard import ShardedRetriever, ShardedStore, open_store, partition
+
 try:
     __version__ = version("cdr-kernel")
 except PackageNotFoundError:  # a source tree on the path, never installed
@@ -52,6 +60,8 @@ __all__ = [
     "CoverageEntry",
     "DamagedFileError",
     "Depth",
+    "DeviceRows",
+    "DurableStore",
     "EmbeddingModelMismatch",
     "Envelope",
     "Exit",
@@ -65,6 +75,8 @@ __all__ = [
     "Scores",
     "Session",
     "SessionEnded",
+    "ShardedRetriever",
+    "ShardedStore",
     "SpecSettings",
     "StoreView",
     "SubQuery",
@@ -84,11 +96,36 @@ __all__ = [
     "explain",
     "gate_report",
     "guarantee_holds",
+    "open_store",
     "pack_facts",
+    "partition",
     "rank_many",
     "reference",
     "repetition",
     "run_windows",
     "suggest_min_relevance",
     "tokenize",
+    "write_report",
 ]
+
+_LAZY = {
+    "DeviceRows": "cdr_kernel.score._device_rows",
+    "DurableStore": "cdr_kernel.durable",
+    "ShardedRetriever": "cdr_kernel.shard",
+    "ShardedStore": "cdr_kernel.shard",
+    "open_store": "cdr_kernel.shard",
+    "partition": "cdr_kernel.shard",
+    "write_report": "cdr_kernel.report",
+}
+"""Names whose modules import torch, Lance or other heavy packages. They load when they are first used (PEP 562)."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(_import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
