@@ -14,6 +14,8 @@ from cdr_kernel.retrieve import Retriever
 from cdr_kernel.session import Exit, Session, WindowReport
 from cdr_kernel.spec.constants import LIMIT_REACHED, TASK_COMPLETE
 from cdr_kernel.store._attributes import Where
+from cdr_kernel.text._repr import html_table, one_line
+from cdr_kernel.validation._scalars import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,8 @@ class WindowPrompt:
     anchor: str
     envelope: Envelope
     backward_summary: str | None = None
+
+    __repr__ = one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,16 @@ class Window:
     guarantee_holds: bool
     band: str | None
     document: str | None = None
+
+    def __repr__(self) -> str:
+        written = "not written" if self.output is None else f"{len(self.output)} characters"
+        return (
+            f"<Window {self.number}: {counted(len(self.envelope.facts), 'fact')}, {written}, exit {self.exit.reason}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {"output": self.output or "not written", "exit": self.exit.reason or "none", **self.headers}
+        return html_table(f"Window {self.number}", rows) + self.envelope._repr_html_()
 
     @classmethod
     def of(

@@ -23,6 +23,7 @@ from cdr_kernel.session import CoverageEntry, Session, SubQuery
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Fact
+from cdr_kernel.text._repr import escape
 from cdr_kernel.validation._arrays import as_vector
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Explanation:
         return Group(head, *(_tables.rich_table(table) for table in self.tables()))
 
     def _repr_html_(self) -> str:
-        id, text, summary = map(_tables.escape, (self.fact.id, self.fact.text, self.summary))
+        id, text, summary = map(escape, (self.fact.id, self.fact.text, self.summary))
         head = f"<p><b>{id}</b>: {text}<br>{summary}"
         return head + "</p>" + "".join(map(_tables.html, self.tables()))
 

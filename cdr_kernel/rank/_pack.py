@@ -23,6 +23,7 @@ from cdr_kernel.session._envelope import PackedContext
 from cdr_kernel.session._settings import EXHAUSTIONS
 from cdr_kernel.spec.constants import MIN_NOVELTY_FLOOR
 from cdr_kernel.store._stored_facts import sequences_of, text_of
+from cdr_kernel.text._repr import html_table
 from cdr_kernel.validation._scalars import check_integer, counted, few
 
 if TYPE_CHECKING:
@@ -59,6 +60,14 @@ class Envelope(PackedContext):
     skipped: int
     max_facts: int | None = None
     shortest: int | None = None
+
+    def __repr__(self) -> str:
+        budget = f"{self.tokens} of {self.token_budget} tokens"
+        return f"<Envelope of {counted(len(self.facts), 'fact')}, {budget}, {self.skipped} skipped>"
+
+    def _repr_html_(self) -> str:
+        rows = {"facts": len(self.facts), "tokens": f"{self.tokens} of {self.token_budget}", "skipped": self.skipped}
+        return html_table("Envelope", rows) + self.ranking._repr_html_()
 
     @property
     def facts(self) -> tuple[Fact, ...]:

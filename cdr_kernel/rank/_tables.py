@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html as _html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cdr_kernel.text._repr import escape
 from cdr_kernel.validation._scalars import counted, few
 
 if TYPE_CHECKING:
@@ -107,11 +107,6 @@ def one_line(text: str) -> str:
     """A text on one line, with what would steer a terminal replaced."""
     clean = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return " ".join(clean.split())
-
-
-def escape(text: str) -> str:
-    """A text for HTML; what no document may hold is replaced."""
-    return _html.escape("".join(c if c in "\t\n" or c.isprintable() or c.isspace() else "\ufffd" for c in text))
 
 
 def _cell(value: Any) -> str:

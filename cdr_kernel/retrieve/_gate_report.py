@@ -19,6 +19,7 @@ from cdr_kernel.score._cdr_score import check_k
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, MAX_WINDOWS
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import StoreView, view_of
+from cdr_kernel.text._repr import html_table, one_line
 from cdr_kernel.validation._arrays import Float64, Int64, as_vectors
 
 SPEC_GATES = (0.50, 0.55, 0.65)
@@ -50,6 +51,17 @@ class GateReport:
     largest: Float64
     deviations: Mapping[float, float]
     suggested: float | None
+
+    __repr__ = one_line
+
+    def _repr_html_(self) -> str:
+        gates = {
+            f"gate {gate:g}": f"{np.median(counts):g} facts pass for the median query"
+            for gate, counts in self.passing.items()
+        }
+        suggested = "none" if self.suggested is None else f"{self.suggested:.3f}"
+        rows = {"model": self.embedding_model, "facts": self.facts, "queries": self.queries, "wanted": self.wanted}
+        return html_table("GateReport", {**rows, **gates, "suggested gate": suggested})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: medians, extremes and shares."""

@@ -29,6 +29,7 @@ from cdr_kernel.score._columns import COVERAGE
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import StoreView
+from cdr_kernel.text._repr import one_line
 from cdr_kernel.validation._arrays import Float64, Int64
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Candidates:
     rows: Int64
     view: StoreView
     columns: Columns = field(repr=False)
+
+    __repr__ = one_line
 
     @cached_property
     def relevance(self) -> Float64:
@@ -122,6 +125,9 @@ class Retriever:
         self._coding: threading.Thread | None = None
         self._uncodable = -1  # the layout whose rows cannot be read
         self._forget_index()
+
+    def __repr__(self) -> str:
+        return f"<Retriever kind={self.kind} over {self.store!r}>"
 
     def _forget_index(self) -> None:
         self._index: Any = None

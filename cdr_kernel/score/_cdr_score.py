@@ -20,6 +20,7 @@ import numpy.typing as npt
 from cdr_kernel import _C
 from cdr_kernel.score._columns import Columns
 from cdr_kernel.spec.constants import COVERAGE_PENALTY_CAP, MIN_NOVELTY_FLOOR, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.text._repr import one_line
 from cdr_kernel.validation._arrays import Blocks, Float64, Int64, as_array, as_blocks, factor, is_tensor, safe_blocks
 from cdr_kernel.validation._scalars import check_order
 
@@ -48,6 +49,8 @@ class Scores:
     coverage: Float64
     residual_pull: Float64
     novelty: Float64
+
+    __repr__ = one_line
 
     def __len__(self) -> int:
         return len(self.rows)

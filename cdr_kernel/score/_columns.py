@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cdr_kernel import _C
 from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
+from cdr_kernel.text._repr import one_line
 from cdr_kernel.validation._arrays import Float64, Int64, as_array, as_vector, as_vectors, check_rows
 
 QUERY, COVERAGE, RESIDUAL = 0, 1, 2
@@ -97,6 +98,8 @@ class Columns:
     addend: Addend | None = None
     factors_above_zero: bool = False
     compiled: Any = field(init=False, repr=False)
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         query = as_vector(self.query, None, "query")

@@ -66,6 +66,7 @@ from cdr_kernel.spec.constants import (
 )
 from cdr_kernel.text import NGramGuard
 from cdr_kernel.text._ngram_guard import HashKey, Tokenizer
+from cdr_kernel.text._repr import html_table
 from cdr_kernel.validation._arrays import as_vector
 from cdr_kernel.validation._scalars import (
     check_integer,
@@ -201,6 +202,17 @@ class Session:
             f"residual={len(state.residual)} of {len(self.sub_queries)}, "
             f"completeness={state.completeness:.2f})"
         )
+
+    def _repr_html_(self) -> str:
+        state = self._state
+        rows = {
+            "mode": self.mode,
+            "windows": f"{state.window_count} of at most {self.max_windows}",
+            "completeness": f"{state.completeness:.2f}",
+            "coverage": f"{len(state.coverage)} entries",
+            "remaining": ", ".join(item.label for item in state.residual) or "nothing",
+        }
+        return html_table(f"Session {self.id}", rows)
 
     @property
     def mode(self) -> str:

@@ -24,6 +24,7 @@ from cdr_kernel.spec.constants import (
     MIN_QUALIFIED,
     NEED_FLOOR,
 )
+from cdr_kernel.text._repr import one_line
 from cdr_kernel.validation._arrays import Float64
 from cdr_kernel.validation._scalars import check_bool, check_choice, check_integer, check_number
 
@@ -176,6 +177,8 @@ class SpecSettings(CommonSettings):
     packed_factor: ClassVar[float] = 1.0
     need_floor: ClassVar[float] = NEED_FLOOR
 
+    __repr__ = one_line
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set(min_relevance=check_number(self.min_relevance, "min_relevance", -1.0, 1.0))
@@ -302,6 +305,8 @@ class CalibratedSettings(CommonSettings):
         "exhaustion": "min_new_share",
         "exclude_packed": "packed_penalty",
     }
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,6 +20,7 @@ from cdr_kernel.spec.constants import (
     TASK_COMPLETE,
 )
 from cdr_kernel.text import NGramGuard
+from cdr_kernel.text._repr import one_line
 from cdr_kernel.validation._arrays import as_vector
 from cdr_kernel.validation._scalars import check_bool, check_integer, check_number, check_text
 
@@ -50,6 +51,8 @@ class SubQuery:
     expected_words: int | None = None
     marginal: bool = False
 
+    __repr__ = one_line
+
     def __post_init__(self) -> None:
         check_text(self.id, "the id of a sub-query")
         where = f"sub-query {self.id!r}"
@@ -77,6 +80,8 @@ class CoverageEntry:
     depth_weight: float
     window_number: int
 
+    __repr__ = one_line
+
 
 @dataclass(frozen=True)
 class WindowReport:
@@ -96,6 +101,8 @@ class WindowReport:
     depth_by_sub_query: Mapping[str, float] = field(default_factory=dict)
     words_by_sub_query: Mapping[str, int] = field(default_factory=dict)
     embedding_model: str | None = None
+
+    __repr__ = one_line
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from cdr_kernel.store._format import FORMAT, FORMAT_VERSION, KIND, check_store_f
 from cdr_kernel.store._numbering import Numbering
 from cdr_kernel.store._view import Bool, Fact, StoreView, indexed
 from cdr_kernel.text import Tokenizer, tokenize
+from cdr_kernel.text._repr import html_table
 from cdr_kernel.text._token_hashes import HashKey, TokenBlock, TokenHasher, TokenRows, take_tokens
 from cdr_kernel.validation._arrays import (
     Float64,
@@ -289,6 +290,10 @@ class FactStore:
     def __repr__(self) -> str:
         shape = f"dim={self.dim}, dtype={self.dtype.name}"
         return f"FactStore({counted(len(self), 'fact')}, {shape}, model={self.embedding_model!r})"
+
+    def _repr_html_(self) -> str:
+        rows = {"facts": len(self), "dimension": self.dim, "dtype": self.dtype.name, "model": self.embedding_model}
+        return html_table("FactStore", {**rows, "folder": self.path or "in memory"})
 
     def empty(self) -> FactStore:
         """A store without facts, of the same dimension, model, dtype, tokenizer and hash key."""

@@ -14,8 +14,10 @@ from cdr_kernel import _C
 from cdr_kernel.concurrency._forks import cached_property
 from cdr_kernel.store._attributes import Attribute, Value, Where, check_mask, chosen, mapping_key, rows_key, where_text
 from cdr_kernel.store._columns import NO_POSITION, Storage
+from cdr_kernel.text._repr import cut, one_line
 from cdr_kernel.text._token_hashes import TokenRows
 from cdr_kernel.validation._arrays import Blocks, Float64, Int64, take_rows
+from cdr_kernel.validation._scalars import counted
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
 
@@ -36,6 +38,8 @@ class Fact:
     importance: float
     sequence: int
     attributes: Mapping[str, Value] = field(default_factory=dict, hash=False)
+
+    __repr__ = one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +75,10 @@ class StoreView:
     filter: str = ""
     """What `select` was given, in words, "" for a view of all."""
     _selected: dict[bytes, StoreView] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        chosen = f", {self.filter}" if self.filter else ""
+        return cut(f"<StoreView of {counted(len(self), 'fact')}, dim={self.dim}, version={self.version}{chosen}>")
 
     @property
     def rows(self) -> int:

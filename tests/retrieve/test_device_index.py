@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sessions import session_of_mode
 
 from cdr_kernel import Columns, FactStore, Retriever, Session, SubQuery, WindowReport, cdr_rank, pack_facts, rank_many
 from cdr_kernel.score._device_rows import DeviceRows
+from tests.sessions import session_of_mode
 
 MODEL = "toy"
 
