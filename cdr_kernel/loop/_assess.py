@@ -123,29 +123,37 @@ def assess(
     expected_words: int = DEFAULT_EXPECTED_WORDS,
     embedding_model: str | None = None,
 ) -> WindowReport:
-    """Words per sub-query in a window's output, and from them depth and completeness.
+    """Count the words on each sub-query in a window's output, and derive depth and completeness from them.
 
-    output: the window's text. sub_queries: the whole task's, at least one, ids unique.
-    embed: sentences [n] -> vectors [n, D] from the model of the sub-queries. Each sentence goes to the
-    sub-query of the largest cosine among those whose own min_similarity it reaches, to none where it reaches none.
-    min_similarity: a number in [-1, 1], or one per sub-query id; None: what `similarity_thresholds` says.
-    store: the facts, for that threshold.
-    written: words of earlier windows by sub-query id (`session.words`); ids of no sub-query here are ignored.
-    min_depth: in [0, 1]; a sub-query counts as addressed if this window has words on it and they are at least
-    this share of the expected ones. expected_words: where a sub-query names none.
-    embedding_model: passed on in the report.
+    With `embed`, each sentence counts for the sub-query with the largest cosine among those whose own threshold it
+    reaches, and for none if it reaches none. Without `embed`, a sentence counts for the sub-query whose label and text
+    share the most words with it: the sum of log(S / number of sub-queries with the word). That knows no synonyms and no
+    stop words; it is enough for a first try.
 
-    Depth is `depth_from_words` of this window's words. Completeness is the mean over the sub-queries of
-    min(1, words so far / expected words); one that expects 0 words is complete.
+    Depth is `depth_from_words` of this window's words. Completeness is the mean over the sub-queries of min(1, words so
+    far / expected words). A sub-query that expects 0 words is complete.
 
-    Without `embed`, a sentence goes to the sub-query whose label and text share the most with it: the sum of
-    log(S / number of sub-queries that have the token) over the shared tokens, above 0 (with one sub-query,
-    any shared token). No synonyms, no stop words, no threshold: a common word that only one sub-query uses
-    attracts every sentence that has it. Enough for trying things out. `store`, `min_similarity`: not used.
+    Args:
+        output: The window's text.
+        sub_queries: All sub-queries of the task, at least one, ids unique.
+        embed: Takes sentences [n], returns vectors [n, D] from the model of the sub-queries.
+        store: The facts. `similarity_thresholds` derives the thresholds from them.
+        min_similarity: The threshold, in [-1, 1]: one number, or one for each sub-query id. None derives it from the
+            store.
+        written: Words of earlier windows by sub-query id (`session.words`). Unknown ids are ignored.
+        min_depth: In [0, 1]. A sub-query counts as addressed if this window has at least this share of its expected
+            words.
+        expected_words: The expected words of a sub-query that names none.
+        embedding_model: The model that the report names.
 
-    ValueError or TypeError for a bad argument, for neither store nor min_similarity with embed, and for what
-    embed returns unless it is one finite vector per sentence. EmbeddingModelMismatch if the store has another
-    model than `embedding_model`.
+    Returns:
+        The report for `Session.update`.
+
+    Raises:
+        ValueError: For a bad argument, for `embed` without store and min_similarity, and if `embed` does not return one
+            finite vector for each sentence.
+        TypeError: For an argument of a wrong type.
+        EmbeddingModelMismatch: If the store has another model than `embedding_model`.
     """
     if not isinstance(output, str):
         raise TypeError(f"output must be a str, got {type(output).__name__}")

@@ -14,24 +14,32 @@ MODERATE_FROM = 0.40
 
 
 def band(coverage_score: float) -> str:
-    """§8.1: "healthy" for a Coverage-Score above .70, "moderate" from .40 to .70, else "low"."""
+    """The band of a Coverage-Score (§8.1): "healthy" above .70, "moderate" from .40 to .70, else "low"."""
     if coverage_score > HEALTHY_ABOVE:
         return "healthy"
     return "moderate" if coverage_score >= MODERATE_FROM else "low"
 
 
 def guarantee_holds(envelope: Envelope) -> bool:
-    """§9, R35: whether a fact passed the gate and the Coverage-Score is above .40. Empty envelope: False."""
+    """Whether a fact passed the gate and the Coverage-Score is above .40 (§9, R35). False for an empty envelope."""
     return envelope.ranking.qualified > 0 and envelope.coverage_score > GUARANTEE_COVERAGE_SCORE
 
 
 def crp_headers(envelope: Envelope, session: Session, exit: Exit | None = None) -> dict[str, str]:
-    """§6, §8: the headers of one window.
+    """The headers of one window (§6, §8).
 
-    Always: Coverage-Depth (entries at packing time, R14), NGram-Guard-Activations (over all facts that passed
-    the gate, R25), Continuation-Status (in-progress without an exit or when it does not stop) and Coverage-Score
-    (R3, R13, R38; 0.00 for an empty envelope, R39). Quality-Completeness when the reason is limit-reached; both numbers
-    have two decimals (R30). Mode and Onboarding-Hint when ckf-exhausted is the reason or among `also` (R39).
+    Coverage-Depth (R14), NGram-Guard-Activations (R25), Coverage-Score (R3, R13, R38) and Continuation-Status are
+    always there. The Coverage-Score of an empty envelope is 0.00 (R39). Quality-Completeness is there if the reason is
+    limit-reached. Mode and Onboarding-Hint are there if ckf-exhausted is a true exit (R39). Scores have two decimals
+    (R30).
+
+    Args:
+        envelope: The packed facts of the window.
+        session: The session.
+        exit: What `session.exit` returned. None, or an exit that does not stop, is in-progress.
+
+    Returns:
+        The headers by name.
     """
     reason = None if exit is None else exit.reason
     headers = {

@@ -20,8 +20,14 @@ from cdr_kernel.validation._scalars import counted
 
 @dataclass(frozen=True, eq=False)
 class WindowPrompt:
-    """What the writer of a window gets: its 1-based number, what remains to be written (§4), the packed
-    facts, and a summary of what was written where one is asked for (§4.3)."""
+    """What the writer of a window gets.
+
+    Attributes:
+        window: The number of the window, from 1.
+        anchor: What remains to be written (§4), in one sentence.
+        envelope: The packed facts.
+        backward_summary: A summary of what was written (§4.3). None if `run_windows` was given no function for it.
+    """
 
     window: int
     anchor: str
@@ -33,11 +39,25 @@ class WindowPrompt:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """One window as it came out. A window that an exit stopped before the writer has output and report None,
-    and is not counted (R32). band: §8.1, None for an empty envelope. guarantee_holds: §9, R35.
+    """One window of a task.
 
-    document: the assembled output of the whole task, where exit 1 or 2 ends it (§6); None else, and where the outputs
-    of earlier windows are not known (a session that goes on without `keep_outputs`)."""
+    If an exit stopped the window before it was written, `output` and `report` are None and the window is not counted
+    (R32).
+
+    Attributes:
+        number: From 1.
+        prompt: What the writer got.
+        ranking: The whole ranking.
+        envelope: The packed facts.
+        output: The text.
+        report: What the text achieved.
+        exit: Whether the loop ends, and why.
+        headers: The headers of §6 and §8.
+        guarantee_holds: §9, reading R35.
+        band: The band of §8.1. None for an empty envelope.
+        document: The text of the whole task if exit 1 or 2 ends it (§6). None otherwise, and if the outputs of earlier
+            windows are not known (a resumed session without `keep_outputs`).
+    """
 
     number: int
     prompt: WindowPrompt
@@ -93,9 +113,12 @@ class Window:
 
 
 def assemble(outputs: Iterable[str]) -> str:
-    """§6: the final output, which is those of the task's windows in their order, a blank line between two.
+    """Join the outputs of a task's windows to its final text (§6), with a blank line between two.
 
-    Line ends around an output go, and so does an output without text.
+    Newlines around an output are removed. An output without text is left out.
+
+    Args:
+        outputs: The outputs, in the order of their windows.
     """
     return "\n\n".join(output.strip("\r\n") for output in outputs if output.strip())
 
@@ -122,20 +145,35 @@ def run_windows(
     backward_summary: Callable[[list[str]], str] | None = None,
     pack: str | None = None,
 ) -> Iterator[Window]:
-    """Yield the windows of a task until one of the exits of §6 is true; the last one says which.
+    """Write a task window by window: rank, pack, write, assess, until one of the exits of §6 is true.
 
-    generate: writes a window. query: [D] from the session's model. assess: what an output achieved, with the
-    completeness of the whole task; its report may leave the model to be named by the store's. k, multiplier, where:
-    as in `cdr_rank`, but packing by need sees the whole ranking, whatever k is. token_budget, max_facts,
-    count_tokens, pack: as in `pack_facts`. backward_summary: makes the optional summary (§4.3) of the outputs so far,
-    those of this run and before them what a session with `keep_outputs` has; not asked before the first one.
+    Safety, limit and exhaustion are tested before the writer is called, and all four exits after the session was
+    updated (readings R15, R32). The session is updated before a window is yielded. So you can stop at any window and go
+    on later with the same session.
 
-    A session that has ended writes no other window: SessionEnded, and its message says what opens it again (R37).
+    Args:
+        generate: Writes a window: takes a `WindowPrompt`, returns the text.
+        query: The query embedding, [D], from the session's model.
+        retriever: As in `cdr_rank`.
+        session: The session.
+        token_budget: As in `pack_facts`.
+        assess: Reports what an output achieved, with the completeness of the whole task. If the report names no
+            embedding model, the store's is used.
+        k: As in `cdr_rank`. Packing by need always sees the whole ranking.
+        max_facts: As in `pack_facts`.
+        count_tokens: As in `pack_facts`.
+        multiplier: As in `cdr_rank`.
+        where: As in `cdr_rank`.
+        backward_summary: Makes the optional summary (§4.3) from the outputs so far. It is not called before the first
+            output.
+        pack: As in `pack_facts`.
 
-    R32: safety, limit and exhaustion are tested before the writer is called, and all four exits after the
-    session was updated (R15). The session is updated before a window is yielded: stop iterating whenever you
-    like, and go on later with the same session. What generate or assess raises passes through and leaves the
-    session as it was before that window.
+    Yields:
+        The windows. The exit of the last one says why it is the last.
+
+    Raises:
+        SessionEnded: If the session has ended already. The message says what opens it again (reading R37).
+        Exception: What `generate` and `assess` raise. The session is then as it was before that window.
     """
     if not isinstance(session, Session):
         raise TypeError(f"session: expected a Session, got {type(session).__name__}")

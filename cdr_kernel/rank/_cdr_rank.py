@@ -53,19 +53,32 @@ def cdr_rank(
 ) -> Ranking:
     """Rank the store's facts for the session's next window (§7.1): retrieve, score, guard, sort.
 
-    query: [D], of the session's embedding model. k: how many facts to return, all that pass the gate for None.
-    multiplier: a further factor per fact, finite and >= 0: a mapping from ids of the store (1 for those it lacks) or
-    an array [len(store)] in the order of ``store.ids``. where: only facts of which this holds, as if the store had no
-    others, down to the statistics of the calibrated mode: a mapping from "source" or attributes to the value that a
-    fact must have or several of which it must have one (``{"tenant": "x", "source": ["a", "b"]}``; None is no value),
-    or a bool array [len(store)] in the order of ``store.ids``, such as ``store.view().where(...)`` gives. Equal scores
-    come in the order of their sequence numbers (reading R26). The session is not changed. Approximate retrievers may
-    miss facts; the scores are exact all the same. Warns, once per session each, where no fact passes the gate (with the
-    best cosine that there is) and where fewer than k do.
+    The session is not changed. Facts with equal scores are ordered by their sequence numbers (reading R26). An
+    approximate retriever may miss facts; the scores of the others are exact.
 
-    Raises EmbeddingModelMismatch where store and session name different models (§2.5), ValueError where the store and
-    the session's guard have different tokenizers or hash keys, KeyError for an attribute that no fact has and for ids
-    of multiplier that are not in the store, ValueError and TypeError for a bad query, k, multiplier or where.
+    Args:
+        query: The query embedding, [D], from the session's model.
+        retriever: A `Retriever` over the store, or a `ShardedRetriever`.
+        session: The session.
+        k: The number of facts to return. None returns all that pass the gate.
+        multiplier: A further factor for each fact, finite and >= 0. Either a mapping from fact ids (1 for ids that it
+            lacks) or an array [len(store)] in the order of ``store.ids``.
+        where: A filter. The answer is that of a store with only the facts that match, its statistics included. Either a
+            mapping from "source" or attribute names to a value or to several allowed values, such as ``{"tenant": "x",
+            "source": ["a", "b"]}`` (None means no value), or a bool array [len(store)] in the order of ``store.ids``.
+
+    Returns:
+        The ranking, best first.
+
+    Raises:
+        EmbeddingModelMismatch: If store and session name different models (§2.5).
+        KeyError: If `where` names an attribute that no fact has, or `multiplier` an id that is not in the store.
+        ValueError: For a bad query, k, multiplier or where, and if the store and the session's guard have different
+            tokenizers or hash keys.
+        TypeError: For an argument of a wrong type.
+
+    Warns:
+        UserWarning: Once per session, if no fact passes the gate, and once if fewer than k do.
     """
     return rank_many([query], retriever, [session], k=k, multiplier=multiplier, where=where)[0]
 
@@ -79,11 +92,25 @@ def rank_many(
     multiplier: Multiplier | None = None,
     where: Where | None = None,
 ) -> list[Ranking]:
-    """``cdr_rank`` for several sessions at once, on one version of the store: the same rankings, sooner.
+    """Rank for several sessions at once, on one version of the store. The rankings are those of `cdr_rank`.
 
-    queries: one [D] per session. A scan reads its codes once for all sessions that are in their first window or ask a
-    new query. k, multiplier and where hold for all. Raises what ``cdr_rank`` raises, and ValueError for another
-    number of queries than sessions; then nothing was ranked.
+    A scan reads its codes once for all sessions that are in their first window or have a new query, so this is faster
+    than one call for each session.
+
+    Args:
+        queries: One query embedding [D] for each session.
+        retriever: As in `cdr_rank`.
+        sessions: The sessions.
+        k: As in `cdr_rank`, for all sessions.
+        multiplier: As in `cdr_rank`, for all sessions.
+        where: As in `cdr_rank`, for all sessions.
+
+    Returns:
+        One ranking for each session, in their order.
+
+    Raises:
+        ValueError: If there are not as many queries as sessions. Nothing was ranked then.
+        Exception: What `cdr_rank` raises.
     """
     if not isinstance(retriever, Retriever) and not hasattr(retriever, "rank_many"):
         raise TypeError(f"retriever: expected a Retriever, got {type(retriever).__name__}")

@@ -182,15 +182,30 @@ def explain(
     multiplier: Multiplier | None = None,
     pack: str | None = None,
 ) -> Explanation:
-    """Explain one fact in the session's next window: as `cdr_rank` would rank and `pack_facts` pack now.
+    """Explain why one fact ranks where it does in the session's next window, and what would put it into the envelope.
 
-    query, multiplier: as in `cdr_rank`; max_facts, token_budget, count_tokens, pack: as in `pack_facts`, None for no
-    limit. Ranks again, once and once more for every covered sub-query; changes nothing. Ask before the session is
-    updated, or ask a `session.snapshot()` of that moment. Over shards the explanation is that of one store with all the
-    facts; ShardsMissing where one does not answer.
+    This ranks again: once, and once more for every covered sub-query. It changes nothing. Call it before the session is
+    updated, or with a `session.snapshot()` of that moment. Over shards the explanation is that of one store with all
+    facts.
 
-    KeyError for a fact that is not in the store, one that says so for a fact that a durable store has in quarantine;
-    raises what `cdr_rank` and `pack_facts` raise.
+    Args:
+        query: As in `cdr_rank`.
+        retriever: As in `cdr_rank`.
+        session: As in `cdr_rank`.
+        fact_id: The id of the fact.
+        max_facts: As in `pack_facts`. None is no limit.
+        token_budget: As in `pack_facts`. None is no limit.
+        count_tokens: As in `pack_facts`.
+        multiplier: As in `cdr_rank`.
+        pack: As in `pack_facts`.
+
+    Returns:
+        The explanation.
+
+    Raises:
+        KeyError: If the fact is not in the store, or is quarantined in a durable store.
+        ShardsMissing: If a shard does not answer.
+        Exception: What `cdr_rank` and `pack_facts` raise.
     """
     if not isinstance(fact_id, str):
         raise TypeError(f"fact_id: expected a str, got {type(fact_id).__name__}")

@@ -46,12 +46,16 @@ def count_tokens_default(text: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Envelope(PackedContext):
-    """The facts of one window, best first, with their breakdown.
+    """The packed facts of one window (the context that the writer gets), best first.
 
-    ranking: the packed facts only; its counters (`qualified`, `guard_activations`, `coverage_depth`) are
-    those of the whole ranking. tokens: their sum, never above token_budget. skipped: facts passed over
-    because they did not fit. max_facts: as it was given. shortest: the tokens of the shortest fact that was tried,
-    None where none was.
+    Attributes:
+        ranking: The packed facts. Its counters (`qualified`, `guard_activations`, `coverage_depth`) are those of the
+            whole ranking.
+        tokens: The sum of the tokens of the packed facts, at most token_budget.
+        token_budget: The budget.
+        skipped: How many facts were skipped because they did not fit.
+        max_facts: The limit of facts, None for no limit.
+        shortest: The tokens of the shortest fact that was tried. None if none was.
     """
 
     ranking: Ranking
@@ -245,18 +249,26 @@ def pack_facts(
     max_facts: int | None = None,
     pack: str | None = None,
 ) -> Envelope:
-    """Take the facts in their order as long as they fit, going on past one that does not.
+    """Pack facts into a context (the specification says *envelope*), as long as they fit.
 
-    pack: "greedy" takes them in the ranking's order. "need" gives each slot to the sub-query with the largest need /
-    (facts it got + 1), the first of equals, and fills it with that sub-query's best fact not packed yet; it takes a
-    ranking of the calibrated mode. None: "need" for such a ranking, else "greedy".
+    A fact that does not fit is skipped, and the next one is tried. If no fact fits, the envelope is empty; a window of
+    it is refused (see `Envelope.check_fits`).
 
-    token_budget: int >= 0. count_tokens: the tokens of a fact's text, an int >= 1 (the newlines of
-    `Envelope.text` are not counted). max_facts: int >= 0, None for no limit. Where no fact fits, the envelope is empty;
-    a window that is made of it is refused, see `Envelope.check_fits`.
+    Args:
+        ranking: The ranking.
+        token_budget: The most tokens to pack, >= 0. The newlines of `Envelope.text` do not count.
+        count_tokens: Returns the tokens of a text, >= 1.
+        max_facts: The most facts to pack, >= 0. None is no limit.
+        pack: "greedy" packs in the ranking's order. "need" gives each place to the sub-query with the largest need /
+            (facts it got + 1), the first of equals, and fills it with that sub-query's best fact that is not packed
+            yet; it takes a ranking of the calibrated mode. None is "need" for such a ranking, else "greedy".
 
-    ValueError for a negative budget or limit, for a token count that is no int >= 1 and for another `pack`;
-    TypeError for a budget or limit that is no int.
+    Returns:
+        The envelope.
+
+    Raises:
+        ValueError: For a negative budget or limit, for a token count below 1, and for another `pack`.
+        TypeError: For a budget, limit or token count that is no integer.
     """
     return finish(pack_steps(ranking, token_budget, count_tokens=count_tokens, max_facts=max_facts, pack=pack))
 

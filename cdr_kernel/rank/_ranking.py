@@ -69,32 +69,39 @@ class StoredNovelty:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ranking:
-    """Facts best first, each with the numbers that put it there; every array has one entry per fact.
+    """Facts with the numbers that put them in their order, best first. Every array has one entry for each fact.
 
-    score: importance x multiplier x max(relevance, residual_pull) x novelty x (1 - n-gram penalty) (§2.2, §5.2,
-    reading R2), float64; score_without_guard: without the last factor. relevance, coverage, residual_pull: cosines
-    (coverage: their weighted mean), in [-1, 1]. novelty: in [0.20, 2] (reading R3). ngram_overlap: int32, distinct
-    6-grams of the fact that were written already (reading R24). importance, multiplier: >= 0.
-
-    qualified: how many facts passed the gate, before k; guard_activations: how many of these got an n-gram penalty
-    (§8.3); coverage_depth: coverage entries at ranking time (§8.2, reading R14); store_version: the version ranked.
-
-    In the calibrated mode relevance and residual_pull are in deviations above the store's mean, residual_pull is the
-    need-weighted maximum over all sub-queries, coverage is centred or 0, and facts out for having been packed do not
-    count as qualified. new_share: of those that passed the gate, the share never packed (None: none passed, or mode
-    "spec"). by_sub_query: float64 [M, S], what packing by need goes by; need: [S]; feedback: see `Session.update`.
-    novelty is this mode's own factor; `spec_novelty` is the specification's. novelty_source: what it is read from.
-
-    considered: how many facts there were to rank: those that match `where`, None where that is not known. filter: that
-    `where` in words, "" for none.
-
-    facts: a tuple, or of a ranking without k a sequence that makes them when they are looked at (`stored`).
-
-    newest: the sequence number of the newest fact that was there to be ranked, -1 where there was none (reading R37),
-    and -1 where shards are missing, so that a session that ends by exhaustion may rank again.
-
-    complete: whether all facts were looked at; only shards that could not be reached in time make it False
-    (see `sharded`), and missing_shards names them. What a ranking shows of itself says so.
+    Attributes:
+        facts: The facts. Without k this is a sequence that creates each fact when it is read.
+        score: float64: importance x multiplier x max(relevance, residual_pull) x novelty x (1 - n-gram penalty) (§2.2,
+            §5.2, reading R2).
+        score_without_guard: float64: the score without the n-gram penalty.
+        relevance: Cosine with the query, in [-1, 1]. In the calibrated mode: deviations above the store's mean.
+        coverage: Weighted mean of the cosines with the coverage entries, in [-1, 1]. In the calibrated mode: centred,
+            or 0.
+        residual_pull: Largest cosine with a remaining sub-query, in [-1, 1]. In the calibrated mode: the need-weighted
+            maximum over all sub-queries, in deviations.
+        novelty: In [0.20, 2] (reading R3). `spec_novelty` is the specification's novelty in both modes.
+        ngram_overlap: int32: how many distinct 6-grams of the fact were already written (reading R24).
+        importance: >= 0.
+        multiplier: >= 0.
+        qualified: How many facts passed the gate, before k. In the calibrated mode without facts that are out for
+            having been packed.
+        guard_activations: How many of the qualified facts got an n-gram penalty (§8.3).
+        coverage_depth: Coverage entries at ranking time (§8.2, reading R14).
+        store_version: The version of the store that was ranked.
+        new_share: Calibrated mode: of the facts that passed the gate, the share that was never packed. None if no fact
+            passed, and in the specification's mode.
+        by_sub_query: Calibrated mode: float64 [M, S], the scores by sub-query that packing by need uses.
+        need: Calibrated mode: what each sub-query still needs, [S].
+        feedback: Calibrated mode: what `Session.update` remembers of the task's direction.
+        novelty_source: What `spec_novelty` is computed from.
+        complete: False if shards could not be reached in time.
+        missing_shards: The names of these shards.
+        considered: How many facts match `where`. None if that is not known.
+        filter: The `where` in words, "" for none.
+        newest: The sequence number of the newest fact that could be ranked (reading R37). -1 if there was none, and if
+            shards are missing, so that a session that ended by exhaustion may rank again.
     """
 
     facts: Sequence[Fact]

@@ -32,16 +32,20 @@ MOST_OUTPUT_CHARACTERS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class SubQuery:
-    """One item of the task's decomposition (§2.1).
+    """One section of the task (the specification says *sub-query*, §2.1).
 
-    id: unique in its session. label: what the anchor calls it (§4.2). text: what was embedded.
-    embedding: [D], any float dtype, list or tensor; kept as a read-only float64 copy. It must come from the
-    model of the store's facts (§2.5).
-    expected_words: int, 0 to 2^53, that the finished task should have on it, None where unknown.
-    marginal: a complete task may leave it undone (R9).
+    Args:
+        id: Unique in its session.
+        label: The name that the anchor uses (§4.2).
+        text: The text that was embedded.
+        embedding: [D], any float dtype, list or tensor. It must come from the model of the store's facts (§2.5). A
+            read-only float64 copy is kept.
+        expected_words: Words that the finished task should have on it, 0 to 2^53. None if that is not known.
+        marginal: Whether a complete task may leave it out (R9).
 
-    Raises TypeError or ValueError for a wrong type, an empty id or label, a vector that is zero, not finite
-    or not one-dimensional.
+    Raises:
+        TypeError: For a value of a wrong type.
+        ValueError: For an empty id or label, and for a vector that is zero, not finite or not one-dimensional.
     """
 
     id: str
@@ -69,10 +73,13 @@ class SubQuery:
 
 @dataclass(frozen=True, eq=False)
 class CoverageEntry:
-    """§2.1: a sub-query that a window addressed.
+    """A sub-query that a window addressed (§2.1).
 
-    embedding: that of the sub-query, [D] float64, read-only. depth_weight: how thoroughly, in [0, 1].
-    window_number: by which window, from 1 (R15).
+    Attributes:
+        sub_query_id: The id of the sub-query.
+        embedding: Its embedding, [D] float64, read-only.
+        depth_weight: How thoroughly it was addressed, in [0, 1].
+        window_number: The window, from 1 (R15).
     """
 
     sub_query_id: str
@@ -85,15 +92,14 @@ class CoverageEntry:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """What one window's output achieved: the specification's DPE Stage 8 report (§3.1).
+    """What one window's output achieved: the specification's DPE Stage 8 report (§3.1). `Session.update` checks it.
 
-    completeness_score: of the whole task so far, in [0, 1].
-    addressed: ids of the sub-queries that this window's output covered, each once.
-    depth_by_sub_query: depth in [0, 1] of addressed ids; one that is missing counts as 0.5 (R33).
-    words_by_sub_query: words of this window's output on a sub-query, addressed or not, 0 to 2^53.
-    embedding_model: the model behind the embeddings (R18); may be given to `Session.update` instead.
-
-    `Session.update` checks all of it.
+    Args:
+        completeness_score: Completeness of the whole task so far, in [0, 1].
+        addressed: Ids of the sub-queries that this window's output covered, each once.
+        depth_by_sub_query: Depth in [0, 1] by addressed id. 0.5 for ids that it lacks (R33).
+        words_by_sub_query: Words of this window's output by sub-query id, addressed or not, 0 to 2^53.
+        embedding_model: The model of the embeddings (R18). It may be given to `Session.update` instead.
     """
 
     completeness_score: float
@@ -109,10 +115,14 @@ class WindowReport:
 class Exit:
     """Whether the window loop ends, and why (§6).
 
-    reason: the first true exit in the order of §6, one of `constants.EXIT_REASONS`, or None. also: every
-    other true one, in that order. escalate: the safety budget is used up, whatever the reason (R10).
-    detail: why the store counts as exhausted, empty when it does not. novelty_ratio: the mean of exit 3 (mode
-    "calibrated": the share of never packed facts among the qualified), None as long as no envelope is known.
+    Attributes:
+        stop: Whether an exit is true.
+        reason: The first true exit in the order of §6, one of `constants.EXIT_REASONS`, or None.
+        also: The other true exits, in that order.
+        escalate: Whether the safety budget is used up, whatever the reason (R10).
+        detail: Why the store counts as exhausted. Empty if it does not.
+        novelty_ratio: The ratio that exit 3 tests. In the calibrated mode: the share of qualified facts that were never
+            packed. None as long as there was no envelope.
     """
 
     stop: bool
@@ -163,9 +173,15 @@ def check_outputs(outputs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def depth_from_words(actual: float, expected: float) -> float:
-    """§3.2, R7: min(0.90, actual / expected); 0.5 (§3.1) when nothing was expected (expected <= 0).
+    """The depth of a section from its words (§3.2, R7): min(0.90, actual / expected).
 
-    actual: words written, >= 0. ValueError for a negative or non-finite count, TypeError for no number.
+    Args:
+        actual: Words that were written, >= 0.
+        expected: Words that were expected. 0 or less gives depth 0.5 (§3.1).
+
+    Raises:
+        ValueError: For a negative or non-finite count.
+        TypeError: For a value that is no number.
     """
     actual = check_number(actual, "actual", 0.0)
     expected = check_number(expected, "expected")
