@@ -53,14 +53,14 @@ WORTH_SNAPSHOT = 16384
 
 
 class DurableStore:
-    """Facts in a folder that survive whatever ends the process, shared by any number of processes.
+    """Facts in a folder that survive a crash. Any number of processes can share it.
 
-    Made by ``create`` and ``open``. ``facts`` is the live `FactStore` that retrievers, sessions and rankings take; it
-    is equal to ``version`` of the record and changed by this class alone. What other processes commit shows after
-    ``refresh``, and before every change. Threads may call everything at once; changes take turns.
+    `create`, `open` and `from_facts` make one. ``facts`` is the live `FactStore` that retrievers and sessions use. It
+    equals ``version`` of the dataset, and only this class changes it. Commits of other processes appear after
+    `refresh`, and before every change. All methods are thread-safe; changes take turns.
 
-    A quarantined fact is in no ranking until it is released, whoever upserts it meanwhile. One that is past its time is
-    withheld at once by every process whose clock says so, and stays in the record until ``expire`` deletes it.
+    A quarantined fact is in no ranking until it is released, even if it is upserted meanwhile. An expired fact is
+    withheld at once by every process whose clock says so. It stays in the dataset until `expire` deletes it.
     """
 
     def __init__(
@@ -92,10 +92,19 @@ class DurableStore:
         tokenizer: Tokenizer | None = None,
         hash_key: HashKey | None = None,
     ) -> DurableStore:
-        """A new store without facts in a folder that is empty or not there yet.
+        """Create a store without facts, in a folder that is empty or does not exist.
 
-        dim, embedding_model, dtype, tokenizer, hash_key: as for `FactStore`. Raises FileExistsError where there is
-        something else in the folder, ImportError without the extra `store`.
+        Args:
+            path: The folder.
+            dim: As for `FactStore`.
+            embedding_model: As for `FactStore`.
+            dtype: As for `FactStore`.
+            tokenizer: As for `FactStore`.
+            hash_key: As for `FactStore`.
+
+        Raises:
+            FileExistsError: If the folder contains something else.
+            ImportError: Without the extra `store`.
         """
         facts = FactStore(dim, embedding_model=embedding_model, dtype=dtype, tokenizer=tokenizer, hash_key=hash_key)
         return cls._create(Path(path), facts, facts.numbering)
@@ -130,17 +139,25 @@ class DurableStore:
         verify: bool = False,
         progress: Progress | None = None,
     ) -> DurableStore:
-        """The newest version of a store.
+        """Open the newest version of a store.
 
-        embedding_model: EmbeddingModelMismatch unless it is the store's; not compared for None. tokenizer, hash_key:
-        those the store was made with, ValueError for others. verify: whether to check every block of the snapshot
-        before returning rather than in the background. progress: shows how far long reads of the record are: called
-        with what is counted and how many there are, it gives a context manager with a function to advance.
+        Facts are mapped from the snapshot if it belongs to the dataset, and later commits are read. Otherwise all facts
+        are read from the dataset, and a snapshot is written. Expired facts are withheld.
 
-        Facts are mapped from the snapshot where it fits the record, and what was committed since is read; else all
-        are read from the record, which is logged (level INFO) where it takes long, and a snapshot is written. Facts
-        that are past their time are withheld. Raises FileNotFoundError where there is no durable store, ValueError
-        for a damaged one or one of a later format, ImportError without the extra `store`.
+        Args:
+            path: The folder.
+            embedding_model: The model that the store must have. None does not check.
+            tokenizer: The tokenizer that the store was made with.
+            hash_key: The hash key that the store was made with.
+            verify: Whether to check every block of the snapshot before returning, rather than in the background.
+            progress: Shows how far long reads are. It is called with what is counted and how many there are, and
+                returns a context manager with a function to advance.
+
+        Raises:
+            FileNotFoundError: If there is no durable store.
+            EmbeddingModelMismatch: If the store has another model.
+            ValueError: For a damaged store, one of a later format, and another tokenizer or hash key.
+            ImportError: Without the extra `store`.
         """
         store = cls._open(Path(path), embedding_model, tokenizer, hash_key, progress=progress)
         if verify:

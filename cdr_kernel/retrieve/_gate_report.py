@@ -34,12 +34,19 @@ _STEP = 0.01
 
 @dataclass(frozen=True, eq=False)
 class GateReport:
-    """Of Q queries against the facts of one store.
+    """How Q queries relate to the facts of one store.
 
-    passing: by gate, int64 [Q], how many facts have at least that cosine. quantiles: by level, float64 [Q], the cosine
-    that this share of the facts stays below. largest: float64 [Q], the best cosine. deviations: by gate, the median
-    over queries of how many standard deviations of the query's cosines the gate lies above their mean (nan where
-    there is no spread). wanted: facts that a task needs, k per window. suggested: see `suggest_min_relevance`.
+    Attributes:
+        embedding_model: The store's.
+        facts: How many facts the store has.
+        queries: Q.
+        wanted: The facts that a task needs: k x windows.
+        passing: By gate, int64 [Q]: how many facts have at least that cosine.
+        quantiles: By level, float64 [Q]: the cosine that this share of the facts stays below.
+        largest: float64 [Q]: the best cosine.
+        deviations: By gate: how many standard deviations of the query's cosines the gate lies above their mean, the
+            median over queries. NaN if the cosines do not vary.
+        suggested: See `suggest_min_relevance`.
     """
 
     embedding_model: str
@@ -98,11 +105,18 @@ def gate_report(
     windows: int = MAX_WINDOWS,
     gates: tuple[float, ...] = SPEC_GATES,
 ) -> GateReport:
-    """How many facts pass for each of these queries [Q, D], at these gates and in quantiles.
+    """How many facts pass the gate for each of these queries, at several gates and in quantiles.
 
-    k, windows: facts per envelope and windows per task; a gate that leaves fewer than k x windows cannot fill them.
-    Reads every fact once per query. Raises ValueError for no query, an empty store, bad vectors, k or windows,
-    TypeError for what is no store (a `Retriever` has one: ``retriever.store``).
+    Args:
+        store: A store or a view of one.
+        queries: [Q, D].
+        k: Facts per envelope.
+        windows: Windows per task. A gate that leaves fewer than k x windows facts cannot fill them.
+        gates: The gates.
+
+    Raises:
+        ValueError: For no query, an empty store, and bad vectors, k or windows.
+        TypeError: For what is no store. A `Retriever` has one: ``retriever.store``.
     """
     view = view_of(store)
     vectors = as_vectors(queries, view.dim, "queries")
@@ -142,8 +156,19 @@ def suggest_min_relevance(
 ) -> float | None:
     """The largest gate, in hundredths, that leaves k x windows facts to nine in ten of these queries.
 
-    None where the store has fewer facts than that. The gate decides how many facts compete, not how relevant they are:
-    look at what stands near it before you trust it. Raises as `gate_report`.
+    The gate decides how many facts compete, not how relevant they are. Look at facts near it before you use it.
+
+    Args:
+        store: A store or a view of one.
+        queries: [Q, D].
+        k: Facts per envelope.
+        windows: Windows per task.
+
+    Returns:
+        The gate. None if the store has fewer facts than that.
+
+    Raises:
+        Exception: What `gate_report` raises.
     """
     return gate_report(store, queries, k=k, windows=windows).suggested
 

@@ -49,7 +49,13 @@ _FLOAT64_EPS = float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """What a search found: rows int64 [M] of view, ascending or, with k, nearest first."""
+    """What a search returns.
+
+    Attributes:
+        rows: int64 [M], rows of the view: ascending, or nearest first with k.
+        view: The version of the store that was searched.
+        columns: The columns of the search.
+    """
 
     rows: Int64
     view: StoreView
@@ -68,30 +74,27 @@ class Candidates:
 
 
 class Retriever:
-    """Finds the facts of a store that pass the gate.
+    """Finds the facts of a store that pass the relevance gate.
 
-    kind:
-        "scan"  int8 codes with a proven bound, the exact routine for what they leave open (the default): exact. Codes
-                are made in the background once a store has 16,384 rows, or at once by ``prepare``; rows without codes
-                are decided one by one;
-        "device"
-                the rows on a GPU, one fused pass with a proven bound for all sessions of a call, the exact routine for
-                what it leaves open: exact. ``device_rows`` says which device and dtype, how much memory, and holds the
-                rows; default: a `DeviceRows` on CUDA where there is one, else on the CPU (to try it: a scan is quicker
-                there);
-        "flat"  FAISS inner product over unit rows, a range search with a margin, then the exact routine: exact;
-        "hnsw"  FAISS HNSW (M 16, efConstruction 200, efSearch 100), the search widened until it leaves the gate:
-                approximate: facts may be missing (many, where many rows are alike), none is wrong;
-        "ivf"   FAISS inverted lists (about sqrt(N) of them, `nprobe` visited): approximate in the same way.
+    Added facts are found by the next search; removed ones are masked. One retriever may serve many threads. It caches
+    what it found for a session, so that later windows with the same query read only those rows. The cache holds
+    sessions weakly.
 
-    Where a gate lies at or below the least cosine that these two find, they look at all rows, as a scan does.
-
-    Added facts are seen by the next search, removed ones are masked. The FAISS kinds keep a float32 copy of the rows. A
-    retriever keeps what it found for a session (held weakly, at most ``cache_bytes`` in all), so that later windows
-    of the same query read only that. What the calibrated mode finds for a task is kept likewise, at most as many bytes
-    again (``cache.nbytes`` and ``evidence.nbytes`` tell how many). One retriever may serve many threads.
-
-    moments, lexical: the calibration and the word index of the store, empty until the calibrated mode asks.
+    Args:
+        store: The store.
+        kind: "scan" (default, exact): int8 codes with a proven bound, and the exact routine for what they leave open.
+            Codes are made in the background once a store has 16,384 rows, or at once by `prepare`. "device" (exact):
+            the rows on a GPU, one fused pass with a proven bound for all sessions of a call. "flat" (exact): FAISS
+            inner product with a margin, then the exact routine. "hnsw" (approximate): FAISS HNSW (M 16, efConstruction
+            200, efSearch 100); the search widens until it leaves the gate. "ivf" (approximate): FAISS inverted lists,
+            about sqrt(N) of them, of which `nprobe` are read. Approximate kinds may miss facts; every fact that they
+            return passes. They read all rows if the gate lies at or below the least cosine that they find. FAISS kinds
+            keep a float32 copy of the rows.
+        nprobe: For kind "ivf": how many lists a search reads.
+        cache_bytes: The most bytes that are cached between windows, and as many again for the calibrated mode.
+            ``cache.nbytes`` and ``evidence.nbytes`` are what they hold.
+        device_rows: For kind "device": the rows on their device, a `DeviceRows`. Default: on CUDA if there is one, else
+            on the CPU.
     """
 
     def __init__(
@@ -139,9 +142,15 @@ class Retriever:
         return self.kind in EXACT_KINDS
 
     def search(self, query: Any, *, min_relevance: float = CDR_MIN_RELEVANCE, k: int | None = None) -> Candidates:
-        """The facts whose cosine to the query [D] is at least min_relevance; with k, the k nearest of them.
+        """The facts whose cosine to the query is at least `min_relevance`.
 
-        Raises ValueError for a zero, non-finite or misshapen query, a NaN gate, k < 0.
+        Args:
+            query: [D].
+            min_relevance: The gate.
+            k: The nearest k of them. None returns all, in the order of their rows.
+
+        Raises:
+            ValueError: For a query that is zero, not finite or misshapen, a NaN gate, and k < 0.
         """
         check_k(k)
         columns = Columns.spec(query, min_relevance=min_relevance)
@@ -205,10 +214,12 @@ class Retriever:
         return self._evidence
 
     def prepare(self, advance: Callable[[int], object] | None = None) -> None:
-        """Make the scan's codes for all rows there are now, or copy the rows to the device; returns when that is done.
-        FAISS kinds: nothing.
+        """Make the scan's codes for all present rows, or copy the rows to the device, and return when it is done.
 
-        advance: called with the number of rows coded since the last call.
+        FAISS kinds do nothing here.
+
+        Args:
+            advance: Called with the number of rows that were coded since the last call.
         """
         if self._device is not None:
             self._device.rows.at(self.store.view())
@@ -216,11 +227,13 @@ class Retriever:
             self._make_codes(self.store.view(), advance)
 
     def save(self) -> None:
-        """Write the codes into the folder that the store was loaded from, where the next retriever finds them.
+        """Write the codes into the folder that the store was loaded from. The next retriever finds them there.
 
-        They name the saved store that they are of: a later save of it takes them away. Raises ValueError where the
-        store was not loaded from a folder, has changed since or was saved anew by another (save it, load it again) and
-        for a retriever that has no codes.
+        The codes name the saved store that they belong to. A later save of the store removes them.
+
+        Raises:
+            ValueError: If the store was not loaded from a folder, has changed since, or was saved anew by another
+                process, and if the retriever has no codes.
         """
         if self.kind != "scan":
             raise ValueError(f'codes are of kind "scan", the kind is {self.kind!r}')

@@ -34,12 +34,18 @@ IMPLS = ("cpp", "torch", "triton")
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The facts that pass the gate, with their breakdown; every array has M entries.
+    """The facts that pass the gate, with the parts of their scores. Every array has M entries.
 
-    rows: int64, positions in the embeddings, ascending (with k: best first, ties by row). score: with the n-gram
-    penalty of §5.2 (reading R2); score_without_guard: without it. relevance and residual_pull in [-1, 1] for the
-    specification's columns; coverage in [-1, 1] and novelty in [0.20, 2] (reading R3: literal, unclamped). Rounding
-    may exceed -1, 1 and 2 by a few last bits, one for every dimension and coverage entry at most.
+    Rounding may exceed the ranges below by a few last bits, at most one for every dimension and coverage entry.
+
+    Attributes:
+        rows: int64, rows of the embeddings: ascending, or best first with k (ties by row).
+        score: With the n-gram penalty of §5.2 (reading R2).
+        score_without_guard: Without it.
+        relevance: In [-1, 1] for the specification's columns.
+        coverage: In [-1, 1].
+        residual_pull: In [-1, 1] for the specification's columns.
+        novelty: In [0.20, 2] (reading R3: literal, unclamped).
     """
 
     rows: Int64
@@ -88,7 +94,11 @@ def check_product(importance: Float64, multiplier: Float64) -> None:
 
 
 def available_impls(device: Any = "cpu") -> tuple[str, ...]:
-    """The implementations that ``impl=`` takes here for data on this device, the default first."""
+    """The implementations that `impl=` takes for data on this device, the default first.
+
+    Args:
+        device: A torch device or its name.
+    """
     default = _default(device)
     missing = {"cpp": "", "torch": no_torch(), "triton": no_triton(device)}
     return tuple(i for i in dict.fromkeys([default, *IMPLS]) if not missing[i])
@@ -207,27 +217,35 @@ def cdr_score(
 ) -> Scores | list[Scores]:
     """The exact CDR scores (§2.2, §5.2) of the facts that pass the gate (§2.6).
 
-    embeddings: [N, D] float16, float32, float64 (torch: bfloat16 too), any layout; need not be unit rows. A tuple
-    of such arrays is read as one array of their rows. columns: what one session asks, or a sequence of B of them,
-    which may differ in their numbers of coverage and residual vectors.
-
     Equivalent to, for one session of the specification:
         cos = F.normalize(embeddings) @ F.normalize(vectors).T
         score = importance * multiplier * maximum(cos_query, cos_residual.amax(1)) * novelty * (1 - ngram_penalty)
 
-    rows: int64 [M], the only rows to look at (default: all N). importance, multiplier: [N] or, with rows, [M],
-    finite and >= 0, default 1. ngram_overlap: counts, [N] (or [M]), or one such row per session, default 0.
-    k: only the k best, best first; None: all that pass, in the order of their rows. squared_norms: float64 [N]
-    as ``StoreView`` keeps them, to save computing them again; the rows are then trusted. Not used on a device.
-    impl: "cpp" (every row in float64; the default on the CPU), "torch" (upper bounds in float32 on the tensor's
-    device, then the exact routine for what may pass) or "triton" (the same bounds in one fused kernel; the default on
-    CUDA devices).
+    Args:
+        embeddings: [N, D] float16, float32 or float64 (torch: bfloat16 too), any layout, of any length. A tuple of such
+            arrays is read as one array of their rows. Or a `DeviceView`: the rows of a store on a device, which knows
+            the removed rows and the store's importance.
+        columns: The columns of one session, or a sequence of B of them. They may differ in their numbers of coverage
+            and residual vectors.
+        importance: [N] or, with rows, [M]; finite and >= 0. Default 1, or the store's for a `DeviceView`.
+        multiplier: [N] or, with rows, [M]; finite and >= 0. Default 1.
+        ngram_overlap: Counts, [N] or, with rows, [M], or one such row for each session. Default 0.
+        rows: int64 [M]: the only rows to look at. Default all N.
+        k: The number of facts to return, best first. None returns all that pass, in the order of their rows.
+        squared_norms: float64 [N], as a `StoreView` has them, to save computing them again. The rows are then trusted.
+            Not used on a device.
+        impl: "cpp" (every row in float64; the default on the CPU), "torch" (upper bounds in float32 on the tensor's
+            device, then the exact routine for what may pass) or "triton" (the same bounds in one fused kernel; the
+            default on CUDA devices).
 
-    embeddings may be a ``DeviceView`` too: the rows of a store on a device. It knows which are removed, and importance
-    defaults to the store's.
+    Returns:
+        The scores of the session, or a list of B of them.
 
-    Raises ValueError, TypeError or IndexError for what is not so, ImportError for an impl that is not installed. Zero
-    and non-finite rows are ValueErrors.
+    Raises:
+        ValueError: For an argument out of range or misshapen, and for rows that are zero or not finite.
+        TypeError: For an argument of a wrong type.
+        IndexError: For rows that are not there.
+        ImportError: For an impl that is not installed.
     """
     single = isinstance(columns, Columns)
     if not isinstance(columns, Columns | Iterable):

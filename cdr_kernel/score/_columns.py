@@ -69,21 +69,29 @@ class Addend(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What a window asks of the store: one column per vector, in the order query, coverage, residual.
+    """The query, coverage and residual of one window as columns, in this order.
 
-    query: [D] float64; coverage: [D] float64 or None, a linear functional of the unit fact (no entry covers
-    anything where it is None); residual: [R, D] float64. scale, shift, weight, gate: [2 + R] float64.
-    A fact f has the column values ``scale * cos(f, v) + shift + addend`` (coverage: ``scale * dot(f, v) / |f| +
-    shift``); it is a candidate if any column's value is at or above that column's gate (infinity: the column is no
-    gate); its effective relevance is the largest ``weight * value`` over query and residual. The coverage column's
-    weight and gate are not used.
+    A fact f has the column values ``scale * cos(f, v) + shift + addend``; for coverage ``scale * dot(f, v) / |f| +
+    shift``. It is a candidate if the value of any column reaches that column's gate. Its effective relevance is the
+    largest ``weight * value`` over query and residual. `Columns.spec` is the specification: scale 1, shift 0, weight 1,
+    and a gate on the query alone.
 
-    gate_only: bool [2 + R] or None (none is): columns that take no part in the effective relevance. addend: what is
-    added for single rows, None for nothing. factors_above_zero: importance, multiplier, novelty and n-gram penalty
-    leave an effective relevance that is not above 0 as it is.
+    Args:
+        query: [D] float64.
+        coverage: [D] float64, a linear functional of the unit fact. None if nothing is covered.
+        residual: [R, D] float64.
+        scale: [2 + R] float64.
+        shift: [2 + R] float64.
+        weight: [2 + R] float64. That of coverage is not used.
+        gate: [2 + R] float64. Infinity means that the column is no gate. That of coverage is not used.
+        clamp_novelty: Whether novelty is at most 1 (reading R3).
+        gate_only: bool [2 + R]: columns that take no part in the effective relevance. None is none of them.
+        addend: What is added for single rows. None is nothing.
+        factors_above_zero: Whether importance, multiplier, novelty and n-gram penalty leave an effective relevance
+            alone that is not above 0.
 
-    The specification is the setting scale 1, shift 0, weight 1, gate on the query alone: ``Columns.spec``.
-    Raises ValueError for zero, non-finite or misshapen vectors and for settings that are NaN or misshapen.
+    Raises:
+        ValueError: For vectors that are zero, not finite or misshapen, and for settings that are NaN or misshapen.
     """
 
     query: Float64
@@ -168,12 +176,19 @@ class Columns:
         first_window_pull: bool = False,
         clamp_novelty: bool = False,
     ) -> Columns:
-        """The columns of CRP-SPEC-024 §2.2-2.7.
+        """The columns of CRP-SPEC-024 §2.2 to §2.7.
 
-        query: [D]; coverage: [C, D] entries with depth_weights [C] in [0, 1]; residual: [R, D]. min_relevance:
-        the gate of §2.6 on cos(fact, query), a number (-inf: no gate). While there is no coverage entry the
-        residual does not pull (§2.7, reading R1) unless first_window_pull. clamp_novelty: novelty at most 1
-        (reading R3). Raises ValueError for a zero, non-finite or misshapen vector, a depth outside [0, 1], a NaN.
+        Args:
+            query: [D].
+            coverage: [C, D], the coverage entries.
+            depth_weights: [C], in [0, 1].
+            residual: [R, D], the remaining sub-queries.
+            min_relevance: The gate of §2.6 on cos(fact, query). -inf is no gate.
+            first_window_pull: Whether the residual pulls while there is no coverage entry (§2.7, reading R1).
+            clamp_novelty: Whether novelty is at most 1 (reading R3).
+
+        Raises:
+            ValueError: For a vector that is zero, not finite or misshapen, a depth outside [0, 1], and NaN.
         """
         q = as_vector(query, None, "query")
         entries = as_vectors([] if coverage is None else coverage, len(q), "coverage")

@@ -290,12 +290,15 @@ class Session:
             self._state = replace(self._state, safety_budget=budget)
 
     def columns(self, query: Any, *, state: SessionState | None = None) -> Columns:
-        """What the next window asks of the store.
+        """The columns of the next window, in the specification's mode.
 
-        query: [D] from the session's model; ValueError for another dimension, a zero or a non-finite vector.
-        state: a state taken before with `session.state`, to go with its guard and packed facts.
+        Args:
+            query: [D], from the session's model.
+            state: An earlier `session.state`, to go with its guard and packed facts. None is the present one.
 
-        Of mode "spec": a ValueError in the calibrated mode, whose columns need a store. Use `cdr_rank` there.
+        Raises:
+            ValueError: For a query of another dimension, zero or not finite, and in the calibrated mode, whose columns
+                need a store. Use `cdr_rank` there.
         """
         state = self._state if state is None else state
         covered = [self._index[entry.sub_query_id] for entry in state.coverage]
@@ -308,10 +311,13 @@ class Session:
         )
 
     def need(self, state: SessionState | None = None) -> NDArray[np.float64]:
-        """What each sub-query still needs, in [floor, 1]: max(floor, 1 - min(1, depth / 0.9)), [S] float64.
+        """What each sub-query still needs: max(floor, 1 - min(1, depth / 0.9)), [S] float64.
 
-        depth: the sum of the depths reported for it, at most 1. Where nothing has any need left, which takes a floor of
-        0, all have 1. state: as in `columns`.
+        The depth is the sum of the depths that were reported for it, at most 1. If nothing is needed any more, which
+        takes a floor of 0, all have 1.
+
+        Args:
+            state: As in `columns`.
         """
         state = self._state if state is None else state
         reported = _depths(state.coverage)
@@ -328,19 +334,25 @@ class Session:
         packed: Sequence[str] | None = None,
         embedding_model: str | None = None,
     ) -> None:
-        """§7.2 after a completed window: coverage, residual, blacklist, words and window count.
+        """Record a completed window (§7.2): coverage, residual, blacklist, words and window count.
 
-        output: the window's text, for the blacklist. envelope: its facts are remembered as packed, what exit 3 says of
-        it too, and in the calibrated mode the first one fixes the task's direction. packed: ids of the facts that the
-        window got, in place of those of the envelope.
-        embedding_model: the model the update comes from, here or in the report (R18).
+        This only records (R37), so a session that has ended takes an update too. An addressed sub-query leaves the
+        residual (R8; R36: once its depth reaches residual_depth). One that was addressed before gets another coverage
+        entry (R19). Everything is checked first, so an error leaves the session as it was.
 
-        This records alone (R37): a session that has ended takes an update too. What is addressed leaves the residual
-        (R8; R36: once its depth reaches residual_depth), and is appended again when it was addressed before (R19).
-        Everything is checked first, so an error leaves the session as it was: EmbeddingModelMismatch for
-        another model or none; ValueError for an unknown sub-query, an id addressed twice, a depth of an id
-        that was not addressed, a number out of range, more text than `keep_outputs` takes; TypeError for a wrong type,
-        such as a ranking that was not packed.
+        Args:
+            report: What the window achieved.
+            output: The text of the window, for the blacklist.
+            envelope: The packed facts of the window. The session remembers them as packed, and what exit 3 says of
+                them. In the calibrated mode the first envelope fixes the task's direction.
+            packed: Ids of the facts that the window got, in place of those of the envelope.
+            embedding_model: The model of the update, here or in the report (R18).
+
+        Raises:
+            EmbeddingModelMismatch: For another model, or none.
+            ValueError: For an unknown sub-query, an id that is addressed twice, a depth of an id that was not
+                addressed, a number out of range, and more text than `keep_outputs` takes.
+            TypeError: For a wrong type, such as a ranking that was not packed.
         """
         finish(self.update_steps(report, output, envelope=envelope, packed=packed, embedding_model=embedding_model))
 
@@ -398,14 +410,20 @@ class Session:
             )
 
     def exit(self, report: WindowReport | None = None, envelope: PackedContext | None = None) -> Exit:
-        """§6: the four exits, tested on the session as it is now (R9 to R12, R15, R37).
+        """Test the four exits on the session as it is now (§6; R9 to R12, R15, R37). Changes nothing.
 
-        report, envelope: None takes what the session remembers of the last ones. Before the first report completion is
-        not tested, before the first envelope exhaustion is not (R32). A store that was exhausted stays so, whatever
-        envelope is given, until its ranking saw newer facts than the last one's.
-        What equals its limit up to 1e-9 counts as equal (R10): a budget of 0.10 and a completeness at the threshold
-        fire, a ratio of 0.15 does not. Changes nothing; raises as `update` does for a completeness that is no number in
-        [0, 1], for what is no envelope, and for an envelope that is empty for another reason than the store (R39).
+        Completion is not tested before the first report, exhaustion not before the first envelope (R32). A store that
+        was exhausted stays so until a ranking saw newer facts than the last one. A value that equals its limit up to
+        1e-9 counts as equal (R10): a budget of 0.10 and a completeness at the threshold fire, a ratio of 0.15 does not.
+
+        Args:
+            report: The report to test. None is the last one.
+            envelope: The envelope to test. None is the last one.
+
+        Raises:
+            ValueError: For a completeness outside [0, 1], and for an envelope that is empty for another reason than the
+                store (R39).
+            TypeError: For what is no report or envelope.
         """
         state = self._state
         completeness = state.completeness if report is None else self._check_completeness(report)
@@ -436,9 +454,15 @@ class Session:
         )
 
     def before_window(self, envelope: PackedContext) -> Exit:
-        """The exits before a window is written, tested on its envelope (R32): what `exit(envelope=envelope)` says.
+        """Test the exits on an envelope before its window is written (R32).
 
-        Where one is true, the session has ended and remembers what exit 3 said of this envelope (R37).
+        If one is true, the session has ended and remembers what exit 3 said of this envelope (R37).
+
+        Args:
+            envelope: The packed facts of the window.
+
+        Returns:
+            What ``exit(envelope=envelope)`` returns.
         """
         exit = self.exit(envelope=envelope)
         if exit.stop:
@@ -447,11 +471,16 @@ class Session:
         return exit
 
     def check_open(self, newest: int = -1) -> None:
-        """Raise SessionEnded where the session has ended, so that no other window begins (R37).
+        """Raise SessionEnded if the session has ended, so that no other window begins (R37).
 
-        It has ended when an exit is true after a window, or for an envelope that `before_window` remembered.
-        newest: the sequence number of the newest fact in the store that is to be ranked next (`store.newest`). A
-        session that ended by exhaustion alone may rank again once there are newer facts than at its last envelope.
+        It has ended if an exit is true after a window, or for an envelope that `before_window` remembered. A session
+        that ended by exhaustion alone may rank again once the store has newer facts.
+
+        Args:
+            newest: The sequence number of the newest fact in the store that is ranked next (`store.newest`).
+
+        Raises:
+            SessionEnded: If the session has ended.
         """
         state = self._state
         last = state.last_envelope
@@ -463,11 +492,17 @@ class Session:
             raise SessionEnded(self.id, exit)
 
     def extend(self, *, max_windows: int | None = None, sub_queries: Iterable[SubQuery] = ()) -> None:
-        """Raise the limit of windows, or give the task more sub-queries: both may open a session that has ended (R37).
+        """Raise the limit of windows, or give the task more sub-queries. Both may open a session that has ended (R37).
 
-        max_windows: at least the present one, 20 at most (R16). sub_queries: with ids that the task does not have yet,
-        of its dimension; they remain to be addressed. Do not add any while another thread ranks for the session.
-        ValueError or TypeError that say what is wrong, and nothing changed.
+        Do not add sub-queries while another thread ranks for the session. After an error nothing was changed.
+
+        Args:
+            max_windows: At least the present limit, at most 20 (R16).
+            sub_queries: With new ids and the dimension of the task. They remain to be addressed.
+
+        Raises:
+            ValueError: For a lower limit, a known id, and another dimension.
+            TypeError: For a wrong type.
         """
         more = _checked_items((*self.sub_queries, *_items(sub_queries)))
         limit = self.max_windows
@@ -523,17 +558,21 @@ class Session:
         return twin
 
     def merge(self, branches: Sequence[Session]) -> None:
-        """R34: take over what each branch, a snapshot of this session, did since.
+        """Merge branches, which are snapshots of this session that went on (R34).
 
-        Coverage entries are appended in branch order with the window numbers the branches gave them. Window
-        counts and words: this session's plus what each branch added. Completeness: the largest. Safety
-        budget: this session's less what each branch spent, 0 at least. Blacklist and packed facts: united,
-        the latest window. The task's direction: this session's, else the first branch's that has one. Outputs: in
-        branch order. The last envelope: the last of the branches' in which the store was not exhausted, else the last;
-        this session's where no branch ranked.
+        Coverage entries are appended in branch order, with the window numbers of the branches. Window counts and words:
+        this session's plus what each branch added. Completeness: the largest. Safety budget: this session's minus what
+        the branches spent, at least 0. Blacklist and packed facts: the union. Task direction: this session's, else that
+        of the first branch that has one. Outputs: in branch order. Last envelope: the last one in which the store was
+        not exhausted, else the last.
 
-        ValueError, and nothing changed, for a branch that does not continue this session's state (one with
-        more safety budget included), or that comes twice. TypeError for what is no session.
+        Args:
+            branches: The branches.
+
+        Raises:
+            ValueError: For a branch that does not continue this session's state, or comes twice. Nothing was changed
+                then.
+            TypeError: For what is no session.
         """
         finish(self.merge_steps(branches))
 
@@ -588,10 +627,11 @@ class Session:
         )
 
     def anchor(self, max_chars: int | None = None) -> str:
-        """The Residual Task Anchor (§4.2, R31): what remains, in one sentence; "" when nothing does.
+        """The Residual Task Anchor (§4.2, R31): what remains, in one sentence. "" if nothing does.
 
-        max_chars: int >= 1. A longer sentence keeps as many labels from the front as fit and ends in "(+n
-        more)"; only the form without a label may still be longer.
+        Args:
+            max_chars: At least 1. A longer sentence keeps as many labels from the front as fit, and ends in "(+n
+                more)". The form without a label may still be longer. None is no limit.
         """
         if max_chars is not None:
             max_chars = check_integer(max_chars, "max_chars", 1)

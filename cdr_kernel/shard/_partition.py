@@ -199,14 +199,24 @@ def partition(
     tokenizer: Tokenizer | None = None,
     hash_key: HashKey | None = None,
 ) -> None:
-    """Write a store, or the one saved in a folder, as so many shards into the folder `home`, or a `LanceHome`.
+    """Write a store as shards into a folder, or into a `LanceHome`.
 
-    store: ``facts`` of a durable one too, or another partition, for fewer shards or another `by`. by: "source" keeps
-    all facts of one source in one shard, which `source_weight` of the calibrated mode needs; "id" spreads them evenly.
-    tokenizer, hash_key: of what was saved, as in ``FactStore.load``. One new shard at a time is in memory.
-    Facts that expire (see `durable`) are withheld in shards too, where ``ShardedStore.expire`` is called. What is in
-    `home` is replaced as ``FactStore.save`` does it: whoever opens it finds the old shards or the new ones. Raises
-    ValueError and TypeError for bad arguments, and what ``FactStore.load`` and `open_shard` raise.
+    What is in `home` is replaced as `FactStore.save` does it: a reader finds the old shards or the new ones. One new
+    shard at a time is in memory. Expired facts are withheld in shards too; call `ShardedStore.expire` to delete them.
+
+    Args:
+        store: A store, the folder of a saved one, ``facts`` of a durable one, or another partition (for fewer shards,
+            or another `by`).
+        home: Where the shards go.
+        shards: How many.
+        by: "source" keeps all facts of one source in one shard, which `source_weight` of the calibrated mode needs.
+            "id" spreads facts evenly.
+        tokenizer: The tokenizer of a saved store, as in `FactStore.load`.
+        hash_key: The hash key of a saved store, as in `FactStore.load`.
+
+    Raises:
+        ValueError: For a bad argument, and what `FactStore.load` raises.
+        TypeError: For an argument of a wrong type.
     """
     names, by = shard_names(check_shards(shards)), check_by(by)
     hasher: dict[str, Any] = {"tokenizer": tokenizer, "hash_key": hash_key}

@@ -222,10 +222,12 @@ class _Window:
 
 
 class ShardedRetriever:
-    """Ranks the facts of a `ShardedStore`: goes where a `Retriever` goes in `cdr_rank`, `rank_many`, `run_windows`.
+    """Ranks the facts of a `ShardedStore`. `cdr_rank`, `rank_many` and `run_windows` take it in place of a `Retriever`.
 
-    partial: whether a ranking may lack shards that did not answer in the store's timeout; it then says so
-    (``Ranking.complete``, ``missing_shards``). False raises ShardsMissing instead.
+    Args:
+        store: The facts.
+        partial: Whether a ranking may lack shards that did not answer within the store's timeout. It then says so
+            (``Ranking.complete``, ``missing_shards``). False raises ShardsMissing instead.
     """
 
     def __init__(self, store: ShardedStore, *, partial: bool = True) -> None:

@@ -108,11 +108,11 @@ class Snapshot:
 
 
 class ShardedStore:
-    """Facts in shards: what `FactStore` does, with one sequence of numbers and one version for all.
+    """Facts in shards. It does what a `FactStore` does, with one sequence of numbers and one version for all shards.
 
-    Made by ``split``, ``open`` and ``ray_shards.open_on_ray``. timeout, hedge_after, max_in_flight: see `calls.Limits`;
-    they hold for rankings too. Changes take turns and are seen by the next ranking; a ranking reads one version. Where
-    replicas can be lost, changes since the last ``save`` are remembered here, and replicas that missed some are told.
+    `split`, `open`, `open_store` and `open_on_ray` make one. Changes take turns, and the next ranking sees them. A
+    ranking reads one version. If replicas can be lost, the store remembers the changes since the last `save`, and sends
+    them to replicas that missed some.
     """
 
     def __init__(

@@ -127,22 +127,26 @@ class Checked(NamedTuple):
 
 
 class FactStore:
-    """Facts with their embeddings.
+    """Facts (chunks of text) with their embeddings, in memory or mapped from a folder.
 
-    dim: D, at least 1. embedding_model: the identifier of the model that made the embeddings; sessions must name
-    the same one (§2.5). dtype: float16, float32 or float64; vectors are cast to it once, when they are added,
-    and never normalised. (A row whose largest magnitude lies outside 2^±200, which only float64 can hold, is stored
-    times an exact power of two: its direction stays as it is.)
+    Vectors are cast to `dtype` once, when they are added. They are not normalised. A row whose largest magnitude lies
+    outside 2^±200, which only float64 can hold, is stored times an exact power of two, so its direction does not
+    change.
 
-    Each text is tokenised and its tokens hashed once, when it is added, for the n-gram guard (§5): 7 bytes a token,
-    kept with the store. tokenizer: any callable str -> list[str] with a name, None for `tokenize` (see
-    `tokens.Tokenizer`). hash_key: bytes or an int, for stores whose authors may be hostile (see
-    `token_hashes.TokenHasher`). Sessions over the store need a guard with the same ones.
+    Each text is tokenised once, when it is added, and its token hashes are kept for the n-gram guard (§5): 7 bytes a
+    token.
 
-    scratch: a folder, for more rows than memory holds. Rows that are added then lie in mapped files there, which have
-    no name and go with the store; None keeps them in memory. A forked child must not add to such a store.
+    All methods are thread-safe. Changes take turns; `view` never waits.
 
-    Threads may call everything at once: changes take turns, ``view()`` never waits.
+    Args:
+        dim: The dimension D of the embeddings, at least 1.
+        embedding_model: The name of the model that made the embeddings. Sessions must name the same one (§2.5).
+        dtype: "float16", "float32" or "float64".
+        tokenizer: A callable str -> list[str] with a name. None is `tokenize`. Sessions over the store need a guard
+            with the same tokenizer and hash key.
+        hash_key: Bytes or an int, for stores whose authors may be hostile (see `TokenHasher`).
+        scratch: A folder, for more rows than memory holds. Added rows then lie in mapped files there, which have no
+            name and go with the store. A forked child must not add to such a store. None keeps rows in memory.
     """
 
     def __init__(
@@ -256,10 +260,10 @@ class FactStore:
                 )
 
     def view(self) -> StoreView:
-        """The store as it is now; later changes do not show in it.
+        """The store as it is now, as an immutable snapshot. Later changes do not affect it.
 
-        Raises DamagedFileError where a file that the store is mapped from was cut short: to read it would end the
-        process.
+        Raises:
+            DamagedFileError: If a file that the store is mapped from was cut short.
         """
         view = self._view
         view._storage.mapped_files.check()
@@ -342,7 +346,15 @@ class FactStore:
         return self.view().ids
 
     def get(self, ids: Iterable[str]) -> list[Fact]:
-        """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
+        """The facts of these ids, in their order.
+
+        Args:
+            ids: The ids.
+
+        Raises:
+            KeyError: If an id is not in the store.
+            TypeError: For a single str.
+        """
         wanted = check_strings(ids, "ids")
         with self._lock:
             rows = self._rows()
@@ -415,17 +427,27 @@ class FactStore:
         sequence: Sequence[int] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
-        """Add facts that are not in the store yet.
+        """Add facts that are not in the store yet. After an error the store is as it was.
 
-        ids, texts: [M] strings, ids not empty. A text may be blank; one of fewer than six tokens, a blank one too, has
-        no n-gram, so that the guard (§5) never acts on it. embeddings: [M, D] of any float dtype; importance: [M],
-        finite and >= 0, default 1; source: [M] names of documents or None; position: [M] places in the source, 0 to
-        2^63 - 1 or None. attributes: further columns by name, each [M] of str, int, float or bool (one type a column)
-        or None; they are what a ranking's `where` filters by, beside source. sequence: [M] numbers that ascend, above
-        all that the store gave, in place of the next ones: for facts that were numbered elsewhere.
-        on_invalid="skip" leaves out facts whose vector is not finite or all zeros and says which; "raise" is a
-        ValueError naming them. Raises ValueError for an id that is there already or comes twice, for wrong lengths,
-        dimensions and values, TypeError for wrong types. After an error the store is as it was.
+        Args:
+            ids: [M] strings, not empty.
+            texts: [M] strings, which may be blank. A text of fewer than six tokens has no n-gram, so the guard (§5)
+                never acts on it.
+            embeddings: [M, D] of any float dtype.
+            importance: [M], finite and >= 0. Default 1.
+            source: [M] names of documents, or None.
+            position: [M] places in the source, 0 to 2^63 - 1, or None.
+            attributes: Further columns by name, each [M] of str, int, float or bool (one type for each column), or
+                None. `where=` of a ranking filters by them.
+            sequence: [M] ascending numbers above all that the store gave, for facts that were numbered elsewhere.
+            on_invalid: "raise" refuses vectors that are not finite or all zeros. "skip" leaves out their facts.
+
+        Returns:
+            How many facts were added, and the ids that were skipped.
+
+        Raises:
+            ValueError: For an id that is in the store or comes twice, and for wrong lengths, dimensions and values.
+            TypeError: For values of a wrong type.
         """
         found = self.check(ids, texts, embeddings, importance, source, position, attributes, sequence, on_invalid)
         return self._put(found, replace=False)
@@ -443,7 +465,19 @@ class FactStore:
         sequence: Sequence[int] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
-        """Like add, but a fact that is there is replaced whole and takes a new sequence number (reading R26)."""
+        """Add facts, and replace those that are in the store. A replaced fact gets a new sequence number (reading R26).
+
+        Args:
+            ids: As in `add`, and so are the others.
+            texts: See `add`.
+            embeddings: See `add`.
+            importance: See `add`.
+            source: See `add`.
+            position: See `add`.
+            attributes: See `add`.
+            sequence: See `add`.
+            on_invalid: See `add`.
+        """
         found = self.check(ids, texts, embeddings, importance, source, position, attributes, sequence, on_invalid)
         return self._put(found, replace=True)
 
@@ -678,10 +712,17 @@ class FactStore:
         return rows, norms, flags
 
     def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
-        """Remove facts; returns how many. They are gone for the next rank; their memory goes with ``compact()``.
+        """Remove facts. The next ranking does not see them; `compact` frees their memory.
 
-        missing: "raise" is a KeyError naming ids that are not there (nothing is removed then), "ignore" passes them
-        over.
+        Args:
+            ids: The ids.
+            missing: "raise" refuses ids that are not in the store, and removes nothing. "ignore" ignores them.
+
+        Returns:
+            How many facts were removed.
+
+        Raises:
+            KeyError: If an id is not in the store and `missing` is "raise".
         """
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
@@ -758,17 +799,23 @@ class FactStore:
         about: Callable[[Path], Mapping[str, Any]] | None = None,
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write the facts to a folder that ``load`` opens, replacing a store that is there.
+        """Write the facts to a folder that `load` opens, and replace the store that is there.
 
-        The data goes to a new subfolder, is synced to the disk, and only then named by the manifest, which is
-        renamed into place: whoever opens the folder finds the old store or the new one, never half of one.
-        Removed facts are left out; sequence numbers are kept. view: a version of this store, ``whole()`` for None.
-        about: called with the subfolder when the data is in it; what it returns goes into the manifest, and is
-        `about` of the store that is loaded. beside: files of the folder by their names, such as tasks about the facts;
-        they change with the store as one. Those of the store before go, but where this store was loaded from the folder
-        and `beside` is None. Saves into one folder take turns, across processes too, and the last one
-        stays (on Windows, and on network mounts that know no flock, callers see to the turns).
-        Raises FileExistsError where path is something other than a store or an empty folder.
+        The data goes to a new subfolder and is synced to disk. Then the manifest that names it is renamed into place. A
+        reader finds the old store or the new one, never half of one. Removed facts are left out; sequence numbers are
+        kept. Saves into one folder take turns, across processes too, and the last one stays. (On Windows, and on
+        network mounts without flock, callers must take turns themselves.)
+
+        Args:
+            path: The folder.
+            view: A version of this store. None saves the present one.
+            about: Called with the subfolder when the data is in it. What it returns goes into the manifest; `about` of
+                the loaded store has it.
+            beside: Files of the folder by name, such as tasks about the facts. They change together with the store.
+                None keeps those of the store that was loaded from this folder.
+
+        Raises:
+            FileExistsError: If path is something other than a store or an empty folder.
         """
         folder = Path(path)
         with self._lock:
@@ -790,23 +837,29 @@ class FactStore:
         snapshot: bool = False,
         verify: bool = False,
     ) -> FactStore:
-        """Open a folder that ``save`` wrote.
+        """Open a folder that `save` wrote.
 
-        mmap: map the embeddings, texts and tokens (they are read when touched) instead of reading them now. What is
-        added later is kept beside the mapped part. Ids are indexed when the first is asked for, which takes about
-        0.4 s for a million. tokenizer, hash_key: those of the store where it was made with
-        some; the folder holds the tokenizer's name and the key's fingerprint alone. scratch: as for a new store.
-        snapshot: whether the snapshot of a durable store is meant; where it is not, a warning says whose it is.
-        verify: whether to check all bytes before returning, as ``verify`` does.
+        While others save into the folder, this is the store of the last save. Its mapped data does not change. Nothing
+        is ever unpickled.
 
-        While others save into the folder, this is the store of the last save; what is mapped then stays as it is.
+        Every block of every file has a checksum. The manifest, the numbers and all of a small store are checked here. A
+        large store is checked block by block before a block is first read, and the rest on a background thread. A
+        ranking or lookup that finds damage raises DamagedFileError.
 
-        Raises FileNotFoundError where there is no store, DamagedFileError (a ValueError) where a file is not as it was
-        written, ValueError for another tokenizer or key and for a store of another format. Nothing is ever unpickled.
+        Args:
+            path: The folder.
+            mmap: Whether to map the embeddings, texts and tokens instead of reading them now. Ids are indexed when the
+                first is looked up, about 0.4 s for a million.
+            tokenizer: The tokenizer that the store was made with, if it was made with one.
+            hash_key: The hash key that the store was made with, if it was made with one.
+            scratch: As for a new store.
+            snapshot: Whether the snapshot of a durable store is meant. If not, a warning says whose snapshot it is.
+            verify: Whether to check all bytes before returning.
 
-        Every block of every file has a checksum. The manifest and the numbers are checked here, and all of a small
-        store; of a large one what is mapped is checked block by block before it is first read, and the rest on a
-        thread behind this call. A ranking or a lookup that comes upon damage raises DamagedFileError.
+        Raises:
+            FileNotFoundError: If there is no store.
+            DamagedFileError: If a file is not as it was written.
+            ValueError: For another tokenizer or hash key, and for a store of another format.
         """
         folder = Path(path)
 

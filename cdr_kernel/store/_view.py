@@ -26,9 +26,16 @@ _SELECTIONS = 8  # filtered views that a view keeps
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact as it is stored. importance is finite and >= 0; sequence grows with every add (reading R26).
+    """One stored fact.
 
-    attributes: the further columns that have a value for it.
+    Attributes:
+        id: The id.
+        text: The text.
+        source: The document that it comes from, or None.
+        position: Its place in the source, or None.
+        importance: Finite and >= 0.
+        sequence: Grows with every add (reading R26).
+        attributes: The further columns that have a value for it.
     """
 
     id: str
@@ -44,17 +51,20 @@ class Fact:
 
 @dataclass(frozen=True, eq=False)
 class StoreView:
-    """One version of a store, unchanged whatever the store does next. R rows, removed ones included.
+    """One version of a store. Later changes of the store do not affect it. It has R rows, removed ones included.
 
-    blocks: the embeddings as stored, arrays [R_i, D] of one dtype, read one after the other: the mapped part, then what
-    was added, 2 GiB an array. What is mapped is checked by whoever reads it: the package's own loops, ``take`` and
-    ``embeddings`` do so.
-    squared_norms: float64 [R], correctly rounded. importance: float64 [R]. alive: bool [R]. sequence: int64 [R],
-    ascending. first_sequence: int64 [R], the sequence number with which a fact was added; an upsert keeps it. tokens:
-    the token hashes of the texts, for n-gram guards. version: the number of changes the store had seen; layout: how
-    often its rows were renumbered. newest: the
-    largest sequence number that was given so far, -1 where there was none: it grows when facts are added or replaced,
-    and at no other change.
+    Attributes:
+        blocks: The embeddings, arrays [R_i, D] of one dtype, read one after the other. Mapped rows are checked by
+            whoever reads them: the package's own loops, `take` and `embeddings` do so.
+        squared_norms: float64 [R], correctly rounded.
+        importance: float64 [R].
+        alive: bool [R]: whether the fact was not removed.
+        sequence: int64 [R], ascending.
+        first_sequence: int64 [R]: the number with which a fact was first added. An upsert keeps it.
+        tokens: Token hashes of the texts, for n-gram guards.
+        version: The number of changes that the store had seen.
+        layout: How often the rows were renumbered.
+        newest: The largest sequence number so far, -1 for none. It grows when facts are added or replaced.
     """
 
     blocks: Blocks
@@ -187,11 +197,18 @@ class StoreView:
         return np.flatnonzero(self.alive & column.at_most(limit, self.rows))
 
     def where(self, **wanted: Value | Iterable[Value | None] | None) -> Bool:
-        """Which facts have these values: bool [len(self)] in the order of ``ids``, as `where=` of a ranking takes it.
+        """Which facts have these values, as `where=` of a ranking takes it.
 
-        Each keyword is "source" or an attribute, with the value it must have or several of which it must have one;
-        None is the absence of a value. Several keywords must all hold. Raises KeyError for an attribute that no fact
-        has, TypeError for a value of another type than the attribute's.
+        Args:
+            wanted: Each keyword is "source" or an attribute, with one value or several allowed values. None means no
+                value. A fact must match all keywords.
+
+        Returns:
+            bool [len(self)] in the order of `ids`.
+
+        Raises:
+            KeyError: For an attribute that no fact has.
+            TypeError: For a value of another type than the attribute's.
         """
         return self._mask(wanted)[self.alive]
 
@@ -211,10 +228,16 @@ class StoreView:
         return column
 
     def select(self, where: Where | None) -> StoreView:
-        """This version with only the facts of which `where` holds: everything else is as if it had been removed.
+        """This version with only the facts that match, as if all others had been removed.
 
-        where: a mapping as the keywords of ``where``, a bool array [len(self)] in the order of ``ids``, or None for
-        all. Raises what ``where`` raises, ValueError for another length, TypeError for another type.
+        Args:
+            where: A mapping as the keywords of `where`, a bool array [len(self)] in the order of `ids`, or None for all
+                facts.
+
+        Raises:
+            KeyError: For an attribute that no fact has.
+            ValueError: For an array of another length.
+            TypeError: For another type.
         """
         if where is None:
             return self
