@@ -1,4 +1,4 @@
-"""Whole stores into and out of a record: facts of a store in memory, and the file that `exchange` knows.
+"""Whole stores into and out of a record: facts of a store in memory, and the file that `durable._transfer` knows.
 
 What comes in goes into the record of a draft alone, batch by batch; whoever opens it has the facts in memory.
 """

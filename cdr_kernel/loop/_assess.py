@@ -88,7 +88,7 @@ def similarity_thresholds(store: FactStore | StoreView, sub_queries: Sequence[Su
 def threshold_steps(
     store: FactStore | StoreView, sub_queries: Sequence[SubQuery]
 ) -> Generator[None, None, dict[str, float]]:
-    """`similarity_thresholds` in steps (see `steps`)."""
+    """`similarity_thresholds` in steps (see `concurrency._steps`)."""
     targets = _unit_targets(sub_queries)
     view = view_of(store)
     if view.dim != targets.shape[1]:
@@ -170,7 +170,7 @@ def assess(
 
 class WordCount:
     """The words of a window's output per sub-query, and the report that they make: `assess`, for an output that comes
-    sentence by sentence or is read in steps (see `steps`).
+    sentence by sentence or is read in steps (see `concurrency._steps`).
 
     sub_queries, min_depth, expected_words: as in `assess`, which says what is raised.
     """

@@ -24,7 +24,7 @@ Multiplier: TypeAlias = "Mapping[str, float] | npt.ArrayLike"
 
 
 class Ranks(Protocol):
-    """What ranks facts that are elsewhere, in the place of a retriever: see `sharded.ShardedRetriever`."""
+    """What ranks facts that are elsewhere, in the place of a retriever: see `ShardedRetriever`."""
 
     @property
     def store(self) -> Any:

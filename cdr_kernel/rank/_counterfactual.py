@@ -146,7 +146,7 @@ class Room:
 class Question:
     """One fact, and what a session asks of a version of the store.
 
-    retriever: a `Retriever`, or what facts elsewhere are ranked by; the view then has the fact alone (see `sharded`).
+    retriever: a `Retriever`, or a `ShardedRetriever`; the view then has the fact alone.
     """
 
     query: Any

@@ -81,7 +81,7 @@ class Evidence:
 
 
 Terms: TypeAlias = "tuple[tuple[str, float], ...]"
-"""Words as `lexical.words` leaves them, each with a weight."""
+"""Words as `retrieve._bm25.words` leaves them, each with a weight."""
 
 
 class Facts(Protocol):

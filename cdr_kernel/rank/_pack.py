@@ -281,7 +281,7 @@ def pack_steps(
     max_facts: int | None = None,
     pack: str | None = None,
 ) -> Generator[Sequence[Fact], None, Envelope]:
-    """`pack_facts` in steps (see `steps`). Each yields the facts of the envelope that it has made, none at first."""
+    """`pack_facts` in steps. Each yields the facts of the envelope that it has made, none at first."""
     order = turns(ranking, pack)
     token_budget = check_integer(token_budget, "token_budget", 0)
     if max_facts is not None:

@@ -1,7 +1,7 @@
-"""What a retriever of kind "device" asks its device: who passes the gates, and who may be among the k best.
+"""The index of a retriever of kind "device": which rows pass the gates, and which may be among the k best.
 
-The device writes a bound for every row (see `bounds`), at any dtype it holds them in; the rows that a bound leaves open
-are decided by the exact routine on the host. So the answers are those of a scan, to the last bit.
+The device computes a bound for every row (see `score._bound_search`), in the dtype of its rows. The exact routine on
+the host decides the rows that the bounds leave open. So the answers are those of a scan, to the last bit.
 """
 
 from __future__ import annotations

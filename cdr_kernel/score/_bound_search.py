@@ -384,7 +384,7 @@ def _chunk_bounds(
 
 
 class Source:
-    """N rows where a pass can read them, in parts; see also ``device.DeviceView``.
+    """N rows where a pass can read them, in parts; see also `DeviceView`.
 
     parts: (first row, Rows) each. index: int64 [n], the only rows to look at (None: all N), on the host.
     """

@@ -1,7 +1,7 @@
 """The fused Triton kernel and its launcher: fact tiles and columns in, an upper bound of each score out.
 
-The margin of the arithmetic is part of the numbers that come with each column (see ``bounds.pack``), so one pass over
-the facts gives a score that is never below the exact one, or minus infinity where the fact surely fails the gate.
+The margin of the arithmetic is part of the numbers that come with each column (see `_bound_search.pack`), so one pass
+over the facts gives a score that is never below the exact one, or minus infinity where the fact surely fails the gate.
 """
 
 from __future__ import annotations

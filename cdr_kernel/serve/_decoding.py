@@ -38,7 +38,7 @@ Steps: TypeAlias = Generator[None, None, Any]
 
 
 def decode_steps(body: bytes, content_type: str | None, kind: type[Any]) -> Steps:
-    """`schema.decode` in steps (see `concurrency._steps`). Raises `Refusal`: 415, 400, 422, 413 for too many values."""
+    """`_schema.decode` in steps. Raises `Refusal`: 415, 400, 422, 413 for too many values."""
     media = _schema.checked_media(content_type)
     if media == _schema.JSON and len(body) > MOST_COMMAS and body.count(b",") > MOST_COMMAS:
         raise _too_many("the body", MOST_COMMAS, "more")

@@ -216,7 +216,7 @@ class RedisAnswers(Answers):
 
 
 class RedisSessions:
-    """See `sessions.Sessions`. local: what this replica has read, as far as there is room. pool: reads and writes
+    """See `_sessions.Sessions`. local: what this replica has read, as far as there is room. pool: reads and writes
     them. most, max_bytes: what the sessions of the tenant may take in Redis, those of all replicas together."""
 
     def __init__(

@@ -26,7 +26,7 @@ class Settings:
     host, port: where to listen. Another address than loopback needs keys, or open_to_all.
     allowed_hosts: further names that a request may have in its Host header. Without keys a server on loopback is asked
     by its own names alone, so that no page in a browser can reach it under a name of its own (`hosts`).
-    keys: file of bearer keys (see `keys.Keys`); None serves everyone as the tenant "default".
+    keys: file of bearer keys (see `serve._keys.Keys`); None serves everyone as the tenant "default".
     metrics_key: the key that /metrics asks for where there are keys. Without one, /metrics is then closed.
     token_key: signs session tokens, at least 32 bytes; replicas that resume each other's need the same. None makes one
     that lasts as long as the process.

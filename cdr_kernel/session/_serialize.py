@@ -1,4 +1,4 @@
-"""A session as JSON, whole, and back, every field checked. `session_token` has the token that a gateway signs."""
+"""A session as JSON, whole, and back, every field checked. `session._token` has the token that a gateway signs."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ class Session:
         packed: Sequence[str] | None = None,
         embedding_model: str | None = None,
     ) -> Generator[None, None, None]:
-        """`update` in steps (see `steps`): the output's n-grams are read in pieces, then everything changes in one."""
+        """`update` in steps: the output's n-grams are read in pieces, then everything changes in one."""
         completeness, depths, words = self._check_report(report)
         check_text(output, "output", empty=True)
         if envelope is not None:
@@ -577,7 +577,7 @@ class Session:
         finish(self.merge_steps(branches))
 
     def merge_steps(self, branches: Sequence[Session]) -> Generator[None, None, None]:
-        """`merge` in steps (see `steps`), one branch at a time. Nobody else may change the session between them."""
+        """`merge` in steps, one branch at a time. Nobody else may change the session between them."""
         check_order(branches, "branches")
         branches = tuple(branches)
         for branch in branches:
@@ -739,7 +739,7 @@ class Session:
             EmbeddingModelMismatch: For another model.
             ValueError: For other sub-queries or outputs, another store or blob, and for anything that `token` does not
                 write.
-                `session_token.StoreBehind` where the store has not seen all facts of the token yet.
+                `StoreBehind` where the store has not seen all facts of the token yet.
         """
         rest: dict[str, Any] = {"guard": guard, "store": store, "blob": blob, "outputs": outputs}
         return _token.from_token(cls, token, sub_queries, embedding_model=embedding_model, **rest)

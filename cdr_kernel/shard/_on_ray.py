@@ -133,7 +133,7 @@ def open_on_ray(
 
     home: a path that every node can read (and write, for ``save``), or a `LanceHome`. verify: whether an actor reads
     its shard whole before it answers, and compares it with its checksums. timeout, hedge_after, max_in_flight: see
-    `calls.Limits`. num_cpus, num_gpus: what an actor reserves. 0 CPUs, as Ray's own running actors reserve: a
+    `shard._messages.Limits`. num_cpus, num_gpus: what an actor reserves. 0 CPUs, as Ray's own running actors reserve: a
     reservation limits no processor use, it only keeps an actor from starting where shards x replicas x num_cpus are not
     free, and an actor that never starts answers nothing. device, device_dtype: as in ``ShardedStore.open``; where
     some shards have a device, the others reserve no GPU, and "cuda" is the one that Ray gives the actor.
@@ -156,7 +156,7 @@ def open_on_ray(
         "num_cpus": num_cpus,
         "max_concurrency": threads,
         "max_restarts": _UNLIMITED,
-        "max_task_retries": 0,  # requests are asked again by `calls`, of whichever replica is there
+        "max_task_retries": 0,  # requests are asked again by `shard._messages`, of whichever replica is there
         "scheduling_strategy": "SPREAD",
         **(options or {}),
     }

@@ -327,7 +327,7 @@ Write: TypeAlias = "Callable[[FactStore], Any]"
 
 @runtime_checkable
 class Home(Protocol):
-    """Where a partition is: a `Folder`, or `lance_shards.LanceHome`. It travels to the actors."""
+    """Where a partition is: a `Folder`, or `LanceHome`. It travels to the actors."""
 
     def manifest(self) -> dict[str, Any]:
         """What the partition says of itself. FileNotFoundError where there is none, ValueError where it is damaged."""

@@ -5,10 +5,10 @@
     retriever = ShardedRetriever(store)
     cdr_rank(query, retriever, session)                      # also rank_many, run_windows
 
-Ids, order, scores and breakdown are those of one store with all the facts, to the last bit, however many shards there
-are: rows are scored by the same routine wherever they are, ties go by sequence numbers that are the whole's, and what
-the calibrated mode knows of all facts is summed exactly (`calibrate.Sums`, `lexical.SparseSums`). Where a shard cannot
-be reached in time the ranking says ``complete=False`` and which one. `ray_shards` puts the shards into Ray actors.
+Ids, order and scores are those of one store with all the facts, to the last bit. Every shard scores rows with the same
+routine. Ties are ordered by sequence numbers of the whole store. What the calibrated mode knows of all facts is summed
+exactly (`_calibration.Sums`, `_bm25.SparseSums`). If a shard cannot be reached in time, the ranking has
+``complete=False`` and names the shard. `shard._on_ray` puts the shards into Ray actors.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _Window:
 
         return self.ask(method, arguments, check)
 
-    # the facts of all shards, as `evidence.Facts`
+    # the facts of all shards, as `rank._evidence.Facts`
 
     def calibration(self) -> Calibration:
         """Of all facts."""
@@ -334,7 +334,7 @@ class ShardedRetriever:
     def question(
         self, query: Any, session: Session, state: SessionState, fact_id: str, multiplier: Multiplier | None
     ) -> Question:
-        """What `explain` asks of one fact: see `whatif.Question`. Raises ShardsMissing where one does not answer."""
+        """What `explain` asks of one fact: see `_counterfactual.Question`. Raises ShardsMissing."""
         snapshot = self.store.snapshot()
         window = self._window(snapshot)
         with _changed():
@@ -422,7 +422,7 @@ class ShardedRetriever:
         return made if lower is None else made.at(lower), task, evidence
 
     def _lowered(self, window: _Window, session: Session, of: _Of, passed: int) -> _Of:
-        """What a session asks, with the gate that enough facts pass (`evidence.with_enough`)."""
+        """What a session asks, with the gate that enough facts pass (`CalibratedWindow.with_enough`)."""
         made, task, evidence = of
         gate = float(made.gates.gate[0])
         if not isinstance(made, CalibratedWindow) or passed >= made.settings.min_qualified or gate == -np.inf:

@@ -1,6 +1,6 @@
 """Facts in shards as one store: added, removed, saved and spread over more shards, with one version for all.
 
-`sharded` ranks them.
+`ShardedRetriever` ranks them.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class ShardedStore:
 
         verify: whether to read them whole first and compare them with their checksums. device: a torch device such as
         "cuda" on which the shards rank, or one by a shard's name, the others scan on the processor; device_dtype: what
-        it holds their rows in (see `retriever_on`). Raises `partition.ShardDamaged` naming a shard that is not as it
+        it holds their rows in (see `retriever_on`). Raises `ShardDamaged` naming a shard that is not as it
         was written, FileNotFoundError and ValueError as ``FactStore.load``, KeyError for a name that no shard has.
         """
         home = home_of(home)

@@ -1,8 +1,8 @@
-"""One shard: some of the facts, and all that a coordinator may ask of them.
+"""One shard: a part of the facts, and the requests that it answers.
 
-A coordinator (`sharded`) sends requests, each naming the version of the shard that it is about; a shard keeps its last
-versions, so a ranking reads one version everywhere while facts come and go. What only one side can know is never
-assumed: a shard that lacks a version, a blacklist, a session or a task's evidence says so, and is sent it.
+A coordinator (`ShardedRetriever`) sends requests. Each names the version of the shard that it is about. A shard keeps
+its last versions, so a ranking reads one version everywhere while facts come and go. A shard that lacks a version, a
+blacklist, a session or the evidence of a task says so, and the coordinator sends it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SESSIONS_KEPT = 1024
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One change of one shard: facts that go, facts that come (as `partition.put` takes them), or a compaction.
+    """One change of one shard: facts that go, facts that come (as `_partition.put` takes them), or a compaction.
 
     clock: a moment, microseconds since 1970, at which what is past its time is withheld (`FactStore.look`).
     """

@@ -1,6 +1,6 @@
 """The n-gram guard of §5: how many n-grams of a text were already written.
 
-It counts over the `TokenRows` of `token_hashes`. An n-gram's hash is a 64-bit polynomial over its tokens' hashes,
+It counts over the `TokenRows` of `text._token_hashes`. An n-gram's hash is a 64-bit polynomial over its tokens' hashes,
 rolled over the row for any n when it is counted. Two 6-grams in a session that differ share a hash with a chance below
 1e-7 per window at a million facts; `exact=True` compares the tokens themselves.
 """
@@ -382,7 +382,7 @@ class NGramGuard:
         self.add(finish(self.window_steps(text)))
 
     def window_steps(self, text: str) -> Generator[None, None, _Window]:
-        """The n-grams of a window's output for `add`, in steps (see `steps`). Blacklists nothing yet.
+        """The n-grams of a window's output for `add`, in steps (see `concurrency._steps`). Blacklists nothing yet.
 
         Raises TypeError if text is not a str.
         """
