@@ -30,11 +30,11 @@ from cdr_kernel.rank._window_query import SessionQuery, WindowQuery, activations
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.retrieve._window_cache import KeptRows
 from cdr_kernel.score import Columns, Scores
-from cdr_kernel.score._cdr_score import Factors, best_first, passing_scores
+from cdr_kernel.score._cdr_score import Factors, best_first, ngram_penalty, passing_scores
 from cdr_kernel.score._columns import RESIDUAL, coverage_centroid
 from cdr_kernel.session import CalibratedSettings, Session
 from cdr_kernel.session._task import SessionState
-from cdr_kernel.spec.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP, NO_DEVIATION
+from cdr_kernel.spec.constants import NO_DEVIATION
 from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.validation._arrays import Float64, Int64, as_vector
 
@@ -260,7 +260,7 @@ class CalibratedQuery(SessionQuery):
         strength = given.importance * (1.0 if given.multiplier is None else given.multiplier)
         with np.errstate(over="ignore"):  # infinite, as the compiled routine has it
             base = np.where(pull > 0.0, strength * pull, pull)
-        penalty = np.minimum(NGRAM_PENALTY_CAP, given.ngram_overlap * NGRAM_PENALTY_STEP)
+        penalty = ngram_penalty(given.ngram_overlap)
         score = np.where(pull > 0.0, base * (1.0 - penalty), base)
         return Scores(self.kept.rows[positions], score, base, values[:, 0], none, pull, np.ones(len(positions)))
 

@@ -20,7 +20,7 @@ from cdr_kernel.rank._pack import pack_facts, turns
 from cdr_kernel.rank._ranking import Ranking
 from cdr_kernel.rank._window_query import WindowQuery, window_query
 from cdr_kernel.score import Columns, Scores
-from cdr_kernel.score._cdr_score import Factors, best_first, check_product, passing_scores
+from cdr_kernel.score._cdr_score import Factors, best_first, check_product, ngram_penalty, passing_scores
 from cdr_kernel.score._columns import COVERAGE
 from cdr_kernel.session import Session
 from cdr_kernel.session._task import SessionState
@@ -360,7 +360,7 @@ class WhatIf:
         if by_sub_query is not None:  # as `cdr_rank` makes them
             scored = self.asked.scored
             x = self.question.values(self._columns)[scored.start - 1 : scored.stop - 1]
-            penalty = min(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP)
+            penalty = float(ngram_penalty(overlap))
             strength = importance * (self.penalty * multiplier) * made.novelty[0] * (1.0 - penalty)
             by_sub_query = by_sub_query.copy()
             by_sub_query[-1] = np.where(x > 0.0, x * strength, x)

@@ -19,8 +19,9 @@ from cdr_kernel.rank._counterfactual import UNLIMITED, Change, Gate, Pull, Push,
 from cdr_kernel.rank._pack import count_tokens_default
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.score import Columns
+from cdr_kernel.score._cdr_score import ngram_penalty
 from cdr_kernel.session import CoverageEntry, Session, SubQuery
-from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.spec.constants import CDR_MIN_RELEVANCE
 from cdr_kernel.store import FactStore
 from cdr_kernel.store._fact_store import Fact
 from cdr_kernel.text._repr import escape
@@ -317,7 +318,7 @@ def _explained(question: Question, room: Room) -> Explanation:
         residual_pull=float(now.residual_pull[0]),
         novelty=float(now.novelty[0]),
         ngram_overlap=what_if.overlap,
-        ngram_penalty=min(NGRAM_PENALTY_CAP, what_if.overlap * NGRAM_PENALTY_STEP),
+        ngram_penalty=float(ngram_penalty(what_if.overlap)),
         importance=what_if.importance,
         multiplier=what_if.multiplier * what_if.penalty,
         pulls=question.pulls(asked),

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from cdr_kernel.rank import _tables
 from cdr_kernel.score import Columns
-from cdr_kernel.score._cdr_score import Factors, passing_scores
+from cdr_kernel.score._cdr_score import Factors, ngram_penalty, passing_scores
 from cdr_kernel.session import CoverageEntry
 from cdr_kernel.session._task import Feedback
-from cdr_kernel.spec.constants import GUARD_ALERT_SHARE, NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
+from cdr_kernel.spec.constants import GUARD_ALERT_SHARE
 from cdr_kernel.store._fact_store import Fact, StoreView
 from cdr_kernel.store._stored_facts import ids_of, taken
 from cdr_kernel.validation._arrays import Float64, Int64
@@ -140,8 +140,7 @@ class Ranking:
     @property
     def ngram_penalty(self) -> Float64:
         """§5.2: min(0.80, 0.15 x overlap), in [0, 0.80]."""
-        penalty: Float64 = np.minimum(NGRAM_PENALTY_CAP, self.ngram_overlap * NGRAM_PENALTY_STEP)
-        return penalty
+        return ngram_penalty(self.ngram_overlap)
 
     @property
     def spec_novelty(self) -> Float64:

@@ -23,10 +23,9 @@ from cdr_kernel.rank._ranking import Ranking
 from cdr_kernel.retrieve import Retriever
 from cdr_kernel.retrieve._window_cache import KeptRows, Shares
 from cdr_kernel.score import Columns, Scores
-from cdr_kernel.score._cdr_score import Factors, best_first, passing_scores
+from cdr_kernel.score._cdr_score import Factors, best_first, ngram_penalty, passing_scores
 from cdr_kernel.session import Session, SpecSettings
 from cdr_kernel.session._task import Feedback, SessionState
-from cdr_kernel.spec.constants import NGRAM_PENALTY_CAP, NGRAM_PENALTY_STEP
 from cdr_kernel.store._fact_store import StoreView
 from cdr_kernel.store._stored_facts import StoredFacts
 from cdr_kernel.validation._arrays import Float64, Int64
@@ -279,4 +278,4 @@ def activations(factors: Factors) -> int:
 
 def _after_guard(overlap: npt.NDArray[np.int32]) -> Float64 | float:
     """What the n-gram penalty leaves of a score."""
-    return 1.0 - np.minimum(NGRAM_PENALTY_CAP, overlap * NGRAM_PENALTY_STEP) if overlap.any() else 1.0
+    return 1.0 - ngram_penalty(overlap) if overlap.any() else 1.0

@@ -76,6 +76,16 @@ def best_first(score: Float64, rows: Int64, k: int | None = None) -> Int64:
     return positions[np.lexsort((rows[positions], -score[positions]))][:k]
 
 
+def ngram_penalty(overlap: npt.ArrayLike) -> Float64:
+    """§5.2: what repeated n-grams take from a score, min(0.80, 0.15 x overlap).
+
+    Args:
+        overlap: How many n-grams of a fact were already written: an integer, or an array of them.
+    """
+    penalty: Float64 = np.minimum(NGRAM_PENALTY_CAP, np.asarray(overlap) * NGRAM_PENALTY_STEP)
+    return penalty
+
+
 def check_k(k: int | None) -> None:
     """Raises TypeError or ValueError unless k is None or an integer >= 0."""
     if k is None:
