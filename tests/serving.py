@@ -15,7 +15,7 @@ from sessions import session_of_mode
 
 from cdr_kernel import FactStore, SubQuery
 
-pytest.importorskip("fastapi", reason="needs the serve extra")
+pytest.importorskip("uvicorn", reason="needs the serve extra")
 pytest.importorskip("msgspec", reason="needs the serve extra")
 pytest.importorskip("prometheus_client", reason="needs the serve extra")
 pytest.importorskip("httpx2", reason="needs the serve-test extra")

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from cdr_kernel.serve._settings import Settings
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 __all__ = ["Settings", "create_app", "serve"]
 
 NEEDS = 'serving needs the serve extra: pip install ".[serve]" in a checkout'
 
 
-def create_app(settings: Settings, **parts: Any) -> FastAPI:
+def create_app(settings: Settings, **parts: Any) -> Starlette:
     """The ASGI application over the store of these settings; see `app.build`.
 
     Raises ImportError with the pip line where the `serve` extra is missing, ValueError for settings that do not go

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from time import monotonic
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 import cdr_kernel
@@ -38,19 +39,9 @@ SMALL = 65_536
 """Bodies up to here are decoded on the spot, larger ones in the pool and in steps."""
 
 
-class _App(FastAPI):
-    """FastAPI with a document that is made of our structs."""
-
-    described: dict[str, Any]
-
-    def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document."""
-        return self.described
-
-
 def build(
     settings: Settings, *, failed: Callable[[Exception], object] | None = None, tracer_provider: Any = None
-) -> FastAPI:
+) -> Starlette:
     """The application over a store. `app.state.service` has its parts.
 
     The stores are opened while it already listens; until then /readyz says "loading". failed: called with what went
@@ -59,7 +50,7 @@ def build(
     service = Service(settings, tracer_provider=tracer_provider)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         loading = asyncio.create_task(_load(service, failed))
         fresh = asyncio.create_task(service.keep_fresh())
         try:
@@ -73,13 +64,13 @@ def build(
             if service.shared is not None:
                 await service.shared.close()
 
-    app = _App(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = Starlette(lifespan=lifespan)
+    app.router.redirect_slashes = False
     app.state.service = service
     for operation in OPERATIONS:
         path = operation.path.replace("{fact_id}", "{fact_id:path}")
         app.router.add_route(path, _endpoint(service, operation), methods=[operation.method], include_in_schema=False)
     described = document(cdr_kernel.__version__, keys=service.keys is not None)
-    app.described = described
     for path, process in {
         "/livez": _livez,
         "/readyz": _readyz,

@@ -16,7 +16,7 @@ from cdr_kernel.serve import Settings, create_app
 from cdr_kernel.shard._on_ray import ray_module
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 
 def deployment(
@@ -49,7 +49,7 @@ def deployment(
     except ImportError as error:
         raise ImportError('Ray Serve needs the extras: pip install ".[ray-serve,serve]" in a checkout') from error
 
-    def build() -> FastAPI:
+    def build() -> Starlette:
         return create_app(settings)
 
     @serve.ingress(build)
