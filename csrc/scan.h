@@ -3,46 +3,12 @@
 // Codes only ever reject or accept on a proven bound; what they leave open is decided on the stored row by
 // the routine of score.h. So the rows found are those of gate_rows(), whatever the rotation is.
 //
-// Row x, u = x / |x|. For ANY matrix V, mean m and weights w > 0:
-//   y = diag(1/w) V'(u - m); int8 codes c with one float32 scale r per row: a = r c; the decoded row is
-//   d = m + V diag(w) a. The codes are cut into blocks: the first 64 dimensions, the next 64, the rest.
-// Kept per row, measured in float64 on the stored row and rounded up:
-//   rho >= |u - d|,  beta_1, beta_2 >= |diag(w) a| without the first block, without the first two;
-// and of all rows together: alpha >= |a|. Whatever went wrong on the way to the codes (their rounding, float32 in the
-// rotation, a V that is not orthogonal) is inside rho: that is why nothing is asked of V.
-//
-// A unit vector q: t = V'q, z = diag(w) t, integers k = rint(z / s), c0 = m.q, eps >= |z - s k|, and zeta_1, zeta_2 >=
-// |t| without the first block, without the first two.
-//   q.u = q.d + q.(u - d),                   |q.(u - d)| <= rho             (Cauchy-Schwarz, |q| = 1)
-//   q.d = c0 + z.a = c0 + s r <c, k> + (z - s k).a,       the last <= alpha eps
-//   of z.a, what lies beyond a block is t.(diag(w) a) there, <= zeta beta
-// so with e = alpha eps + slack, and <>_i the sum over the first i blocks
-//   stages i = 1, 2:  q.u = c0 + s r <c, k>_i +- (rho + beta_i zeta_i + e)
-//   stage 3:          q.u = c0 + s r <c, k> +- (rho + e).
-// Stage 1 only rejects; stages 2 and 3 reject or accept; then the stored row is asked.
-//
-// Many queries at once. Integers k' of 7 or 8 bits, and a step s_g for each grain g of 32 dimensions; s_g = 2^j_g s for
-// the last one's s, so that sum 2^j_g <c, k'>_g is one integer. What the k' of the first grain, whose step is the
-// largest, leave of z is asked for by one more grain over the same dimensions, with step s.
-//   a screen of all:   stage 2, with |(z_2 - s_g k').a| <= eps r |c_2| in place of alpha eps, z_2 and c_2 of the first
-//                      two blocks, without the last grain; it only rejects
-//   narrow, of those of which several rows of a tile are left: stage 3, with eps r |c| in place of alpha eps
-// then stage 3 as it is, and the stored row.
-//
-// Rounding. The integer sums are exact: s is chosen so that 127 sum |k| < 2^31. All else is float64:
-//   - u, d, |u - d|: at most (D + 16) 2^-52 (1 + |m| + F W alpha) per row, F the Frobenius norm of V (it bounds
-//     the norm of |V|) and W the largest weight; measure() adds that and 1e-10 to rho;
-//   - t: at most (D + 16) 2^-52 F, so z is off by W times that: both are added to zeta and eps;
-//   - the terms of the bounds and q's own normalisation: at most 16 ulp of 1 + |c0| + |m| + alpha (|z| + eps), and
-//     of rho + beta zeta, which are stored 1e-12 (relative) too large for this;
-//   - the number that the exact routine computes is off by (D + 8) 2^-52 from q.u, plus 1e-200 for underflow.
-//   The third and the fourth are the slack, taken four times as large as needed.
-//   - the screen and narrow compute in float32, ten operations: off by at most 10 2^-24 of rho + beta zeta and
-//     eps r |c|, of c0, alpha |s_g k'| and the gate. The first are taken 2^-18 larger; 2^-18 of the others makes the
-//     gate of the screen lower and is in narrow's slack. A fused multiply-add only leaves out roundings.
-// A coverage functional is such a q times its length, however many entries it was summed from: the exact routine takes
-// its product with the row, so what the entries' sum lost is in q itself and D roundings count, not one per entry.
-// A gate on scale * q.u + shift is put on q.u, -q for a negative scale, and widened by the rounding of both sides.
+// The bounds are proven in docs/proofs.md, claims S1 to S15. Names, for a row x with the unit vector n = x / |x|:
+//   codes c (int8), scale r, a = r c; the decoded row is d = m + V diag(w) a
+//   rho >= |n - d|; beta_1, beta_2 >= |diag(w) a| without the first block, without the first two; alpha >= |a|, all rows
+// and for a unit vector q:
+//   t = V'q, z = diag(w) t, k = rint(z / s), c0 = m.q; eps >= |z - s k|; zeta_1, zeta_2 >= |t| as beta_1, beta_2
+// Stage 1 rejects. Stages 2 and 3 reject or accept (S4). Many queries at once are screened and narrowed first (S11, S12).
 #pragma once
 
 #include <cstddef>

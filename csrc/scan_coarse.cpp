@@ -14,7 +14,7 @@ double norm_of(const std::vector<double>& x, std::size_t n) {
   return std::sqrt(sum) * kAbove;
 }
 
-// At least what float32 rounds away of terms of this size in all.
+// At least what float32 rounds away of terms of this size in all (docs/proofs.md, S13).
 double rounded_away(double size) { return std::ldexp(size + 1e-20, -18); }
 
 }  // namespace

@@ -146,6 +146,7 @@ double encode(const float* rotated, std::int64_t n, const Rotation& rotation, st
 void measure(const Rows& rows, const double* squared_norms, std::int64_t first, std::int64_t n,
              const Rotation& rotation, double alpha, const double* rebuilt, float* numbers) {
   const std::int64_t dim = rotation.dim;
+  // docs/proofs.md, S6.
   const double rounding = static_cast<double>(dim + 16) * kUlp *
                               (1.0 + rotation.mean_norm + rotation.frobenius * rotation.most_weight * alpha) +
                           1e-10;

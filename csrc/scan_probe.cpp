@@ -70,7 +70,7 @@ std::vector<Probe> make_probes(const Rotation& rotation, double alpha, const Col
         if (i >= block_begin(dim, b + 1)) outside[b] += turned[i] * turned[i];
       probe.center += static_cast<double>(rotation.mean[i]) * unit[i];
     }
-    // |k| <= 32639 = 127 * 256 + 127, and 127 sum |k| <= 127 (sum |z| / s + D) < 2^31
+    // docs/proofs.md, S5: |k| <= 32639 = 127 * 256 + 127, and 127 sum |k| <= 127 (sum |z| / s + D) < 2^31
     const double room = 2147483647.0 / 127.0 - static_cast<double>(dim) - 1.0;
     probe.step = std::max(most / 32638.0, sum / room * (1.0 + 1e-9));
     if (!(probe.step > 1e-290)) probe.step = 1.0;  // then every k is 0 and all of z is left over
@@ -85,6 +85,7 @@ std::vector<Probe> make_probes(const Rotation& rotation, double alpha, const Col
       }
       if (b + 1 < kBlocks) probe.zeta[b] = std::sqrt(outside[b]) * kAbove + gamma * rotation.frobenius;
     }
+    // docs/proofs.md: S7, S8 and S9.
     const double eps = std::sqrt(left) * kAbove + gamma * rotation.most_weight * rotation.frobenius;
     const double size = 1.0 + std::fabs(probe.center) + rotation.mean_norm + alpha * (std::sqrt(zz) + eps);
     probe.z = z;

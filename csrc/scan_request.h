@@ -40,6 +40,7 @@ struct Request {
       const double scale = std::fabs(columns.scale[j]);
       const double gate = (columns.gate[j] - columns.shift[j]) / scale;
       const double size = std::fabs(columns.gate[j]) + std::fabs(columns.shift[j]);
+      // docs/proofs.md, S10.
       const double off = (16.0 * kUlp * size + 4.0 * kLeast) / scale + 16.0 * kUlp;
       gates.push_back({std::move(probes[i]), gate - off, gate + off});
     }
@@ -62,7 +63,7 @@ constexpr BitsOf4 kBitsOf4[16] = {
     {{1, 2, 0, 0}, 2}, {{0, 1, 2, 0}, 3}, {{3, 0, 0, 0}, 1}, {{0, 3, 0, 0}, 2}, {{1, 3, 0, 0}, 2}, {{0, 1, 3, 0}, 3},
     {{2, 3, 0, 0}, 2}, {{0, 2, 3, 0}, 3}, {{1, 2, 3, 0}, 3}, {{0, 1, 2, 3}, 4}};
 
-// What the bounds say of a relevance, which is in -1 .. 1: a float is off by no more than 2^-25 of it.
+// What the bounds say of a relevance, which is in -1 .. 1 (docs/proofs.md, S15).
 constexpr float kToldPad = 1e-7f;
 inline float told_low(double low) {
   return low > -1.0 ? static_cast<float>(std::min(low, 1.0) - static_cast<double>(kToldPad)) : -1.0f;

@@ -122,7 +122,7 @@ struct Interval {
   double low, high;
 };
 
-// The computed score lies in here: the operations of score_rows() in the same order, which rounding keeps monotone.
+// The computed score lies in here: the operations of score_rows() in the same order (docs/proofs.md, S14).
 inline Interval score_bounds(const Formula& f, const Limits& limits, const Interval& effective,
                              const Interval& coverage, double strength, double guard) {
   double low = f.no_pull && effective.low < 0.0 ? 0.0 : effective.low;

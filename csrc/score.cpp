@@ -350,8 +350,7 @@ Scorer::Scorer(const Rows& rows, const Columns& columns)
     : rows_(rows), columns_(columns), dots_(dots_for(rows.dtype)) {
   for (std::int64_t j = 0; j < columns.count; ++j)
     if (j != 1 && columns.gate[j] < INFINITY) gated_.push_back(j);
-  // Wherever a value is farther than this from its gate, the lanes decide as the exact sum would:
-  // the lanes are off by less than (D/8 + 4) ulp of |x||v|, and scale, shift and addend round four times.
+  // Farther than this from its gate, the lanes decide as the exact sum would (docs/proofs.md, E3).
   margin_.resize(static_cast<std::size_t>(columns.count));
   for (std::int64_t j : gated_)
     margin_[j] = std::fabs(columns.scale[j]) * static_cast<double>(columns.dim + 8) * kUlp +

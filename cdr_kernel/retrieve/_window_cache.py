@@ -93,8 +93,8 @@ class KeptRows:
         """Indices into positions, ascending, that may hold the k best scores and all that tie with them.
 
         For scores ``before * max(cosine to the query, 0) * after``, as they are where nothing is covered and nothing
-        pulls; before and after: [len(positions)], >= 0. The bounds go through the same products as the cosine itself,
-        and rounding keeps order, so they bound the number that comes out.
+        pulls; before and after: [len(positions)], >= 0. The bounds go through the same products as the cosine itself
+        (docs/proofs.md, K5).
         """
         assert self.low is not None
         assert self.high is not None
@@ -110,19 +110,8 @@ class KeptRows:
         coverage: the share of each of ``vectors`` in it; remaining: the vectors that pull; strength:
         [len(positions)], what multiplies effective relevance and novelty, default 1.
 
-        The cosines are the exact routine's own. Only the coverage is summed in another order, so this is what the
-        two sums may differ by. With u = 2^-53, E entries of weights w_e >= 0, Σ w_e <= 1 + u, and unit vectors v_e:
-
-        1. The exact routine takes the dot product with the centroid fl(Σ w_e v_e), summed in the order of the
-           entries. Each of its components is off by (E + 5) u Σ w_e |v_e| (a weight, a norm, a quotient, a product,
-           E sums), so the whole vector is off by (E + 5) u in length, however short the entries leave it.
-        2. The product with a unit row adds (D / 8 + 4) u in eight lanes, and 4 u with the row's norm.
-        3. Here a share is off by E u of itself (its entries one by one), a cosine by (D / 8 + 8) u, and their
-           products and sums by (E + 1) u, since no more than E shares are above zero.
-
-        Together (D / 4 + 3 E + 22) u. The slack is 4 (D + E + 16) ulp = 8 (D + E + 16) u of what multiplies the
-        coverage: above twice that, which leaves room for the few roundings of the score itself; _TINY is for scores
-        that are too small for a full mantissa.
+        The cosines are the exact routine's own. Only the coverage is summed in another order, which docs/proofs.md
+        bounds (K1 to K4).
         """
         assert self.values is not None
         values = self.values[positions]

@@ -4,14 +4,7 @@ A fast pass over the rows (Triton on a GPU, plain torch elsewhere) writes for ev
 the row's exact score. The rows with the largest bounds are scored exactly; once the next bound lies below the k-th best
 exact score nothing that was not fetched can belong to the answer.
 
-The margin of a column v against a unit row u, both as the pass holds them (ũ, ṽ), in exact arithmetic and by Cauchy's
-inequality: |u·v - ũ·ṽ| <= |u - ũ| |v| + |ũ| |v - ṽ|. Both distances are measured in float64: that of the rows when they
-are copied (``error``, per row; none for rows held as they are), that of the columns when they are packed. Products and
-sums of D terms in float32 lose at most D 2^-23 |ũ||ṽ| in any order, twice that in tensor cores, which truncate; tf32
-keeps 11 bits of each factor. The rest is a few roundings of float32 numbers whose sizes are known.
-
-A coverage functional is a column like the others: however many entries it was summed from, and whatever that lost, the
-exact routine's coverage is its product with the row. So its margin counts D roundings of its own length, not E.
+docs/proofs.md has the proofs: claims B1 to B6, and E4 for coverage functionals.
 """
 
 from __future__ import annotations
@@ -161,6 +154,7 @@ def _pack_class(
     parts = max(parts, -(-16 // group)) if dot else int(_power_of_two(roles))
     tiles = -(-roles // parts)
     product = product_dtype(dtype) if dot else torch.float32
+    # docs/proofs.md, B2.
     arithmetic = (dim + 16) * ULP * (2.0 if dot else 1.0) + loss
     if dot and product == torch.float32 and precision == "tf32":
         arithmetic += 2.0**-9 + 2.0**-20
@@ -375,6 +369,7 @@ def _chunk_bounds(
             score = score * factor
     if factors.overlap is not None:
         score = score * (1.0 - (factors.overlap * NGRAM_PENALTY_STEP).clamp(max=NGRAM_PENALTY_CAP))
+    # docs/proofs.md: B4, B5.
     score = score + (score.abs() * 2.0**-19 + 2.0**-100)
     score = torch.where(known & ~score.isnan(), score, torch.inf)
     candidate = (nearest_gate >= 0.0) | ~known
@@ -501,7 +496,7 @@ def _reach(
         passing = upper > -np.inf
         upper, positions = upper[passing] * unit + _TINY, positions[passing]
         best = kth_best(session, np.sort(positions))
-        if np.isnan(best):  # infinity less infinity: no bound tells such facts apart, so all are scored
+        if np.isnan(best):  # infinity less infinity (docs/proofs.md, B6)
             best = -np.inf
         if len(positions) < wanted or wanted == len(bounds) or upper[-1] < best:
             return np.sort(positions[upper >= best])

@@ -234,6 +234,7 @@ def _converted(
     else:
         held = torch.from_numpy(unit).to(getattr(torch, dtype))
     back = held.double().numpy() * scale.astype(np.float64)[:, None]
+    # docs/proofs.md, B3.
     error = np.linalg.norm(unit - back, axis=1) * (1 + 1e-6) + 1e-10
     return held, torch.from_numpy(scale), torch.from_numpy(error.astype(np.float32))
 
