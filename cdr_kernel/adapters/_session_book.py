@@ -1,4 +1,7 @@
-"""The sessions behind a framework's stateless calls: rank for one, remember what was handed out, take the output."""
+"""Sessions for frameworks whose calls carry no state.
+
+An adapter ranks for one session, remembers the last ranking, and passes the writer's output to the session.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,31 @@ SessionSource: TypeAlias = "Session | Mapping[str, Session] | Callable[[str], Se
 
 
 def text_id(text: str) -> str:
-    """An id for a document that has none: the same for the same text."""
+    """Return an id for a document that has none. Equal texts have equal ids."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class Sessions:
-    """What every adapter carries.
+    """The sessions of one adapter and the last ranking of each.
 
-    source: a Session, or many by id (a mapping, or a function that returns the same Session for the same id); then
-    every call names a session_id. assess: an output to its WindowReport, where ``update`` is given none; by default
-    `assess` without an embedder, which counts words. tokenizer, hash_key: those of the sessions' n-gram
-    guards, where they are not the default.
+    The last ranking of a session is the context (the specification says *envelope*) of its current window. A ranking
+    that is empty because k is 0 raises ValueError (reading R39). The windows of one session must follow one another.
+    Many threads may use many sessions.
 
-    What ``rank`` and ``rerank`` hand out last, per session, counts as the window's envelope. One that is empty because
-    k is 0 is a ValueError (reading R39). Windows of one session come one after the other; many sessions may be used
-    from many threads.
+    A session that has ended accepts no further window: ``rank``, ``rerank`` and ``update`` raise SessionEnded, and the
+    message says what reopens the session. After exhaustion, new facts reopen it. For ``rank`` these are new facts in
+    the store. For ``rerank`` this is a document that the previous call did not have.
 
-    A session that has ended gets no other window: ``rank``, ``rerank`` and ``update`` raise SessionEnded, and its
-    message says what opens it again. After exhaustion those are new facts: in the store of a ``rank``, among the
-    documents of a ``rerank`` one that the one before was not given.
+    Args:
+        source: A Session, or many by id: a mapping, or a function that returns the same Session for the same id. With
+            many sessions every call names a `session_id`.
+        assess: A function from an output to its WindowReport, for calls of ``update`` without a report. None is
+            `cdr_kernel.loop.assess` without an embedder, which counts words.
+        tokenizer: The tokenizer of the sessions' n-gram guards. None is the default one.
+        hash_key: The hash key of the sessions' n-gram guards. None is the default one.
+
+    Raises:
+        TypeError: If `source` is neither a Session, a mapping nor a function.
     """
 
     def __init__(
@@ -63,7 +72,19 @@ class Sessions:
         self._lock = Lock()
 
     def get(self, session_id: str | None = None) -> Session:
-        """The session of that id. ValueError for an id where there is one session, or none where there are many."""
+        """Return the session of an id.
+
+        Args:
+            session_id: The id. None is allowed only with a single session.
+
+        Returns:
+            The session.
+
+        Raises:
+            ValueError: If the id is not that of the single session, or if there are many sessions and no id.
+            KeyError: If the mapping has no such session.
+            TypeError: If the source returns something other than a Session.
+        """
         if isinstance(self.source, Session):
             if session_id not in (None, self.source.id):
                 raise ValueError(f"session_id: this adapter has the one session {self.source.id!r}, got {session_id!r}")
@@ -81,7 +102,21 @@ class Sessions:
         return session
 
     def rank(self, query: Any, retriever: Retriever, *, k: int | None, session_id: str | None = None) -> Ranking:
-        """``cdr_rank`` over a whole store, remembered."""
+        """Rank a whole store with ``cdr_rank`` and remember the ranking.
+
+        Args:
+            query: The query's embedding, [D].
+            retriever: The retriever over the store.
+            k: The largest number of facts. None is all.
+            session_id: The session, where there are many.
+
+        Returns:
+            The ranking.
+
+        Raises:
+            SessionEnded: If the session has ended.
+            ValueError: If the ranking is empty because k is 0 (reading R39).
+        """
         session = self.get(session_id)
         session.check_open(newest_in(retriever))
         return self._remember(session, cdr_rank(query, retriever, session, k=k))
@@ -97,12 +132,26 @@ class Sessions:
         k: int | None = None,
         session_id: str | None = None,
     ) -> tuple[list[int], Ranking]:
-        """``cdr_rank`` over documents that something else retrieved, remembered: their places, best first, and the
-        ranking.
+        """Rank documents that another retriever returned, and remember the ranking.
 
-        query: [D]; embeddings: [M, D], of the session's model; importance: [M], >= 0. A document below the session's
-        gate is left out, and so is one whose id came before. Raises ValueError for vectors that are zero, not finite
-        or of another dimension, and for a session of mode "calibrated", which needs the whole store.
+        The result omits documents below the session's gate. It also omits a document that repeats an earlier id.
+
+        Args:
+            query: The query's embedding, [D].
+            ids: The ids of the M documents.
+            texts: Their texts.
+            embeddings: Their embeddings, [M, D], of the session's model.
+            importance: Their importance, [M], >= 0. None is 1 for all.
+            k: The largest number of documents. None is all.
+            session_id: The session, where there are many.
+
+        Returns:
+            The positions of the ranked documents in `ids`, best first, and the ranking.
+
+        Raises:
+            ValueError: For vectors that are zero, not finite or of another dimension, for a session of mode
+                "calibrated", which needs the whole store, and for an empty ranking with k = 0 (reading R39).
+            SessionEnded: If the session has ended.
         """
         session = self.get(session_id)
         if not session.settings.in_cosines:
@@ -124,7 +173,7 @@ class Sessions:
         return [first[fact.id] for fact in ranking.facts], self._remember(session, ranking)
 
     def _newest(self, session: Session, ids: Sequence[str]) -> int:
-        """What stands for the newest sequence number of documents: one more where there are new ones among them."""
+        """Return a stand-in for the documents' newest sequence number. It grows by one when there are new documents."""
         last = session.state.last_envelope
         known = -1 if last is None else last.newest
         with self._lock:
@@ -132,7 +181,14 @@ class Sessions:
         return number if offered is None or offered.issuperset(ids) else max(number, known) + 1
 
     def handed_out(self, session_id: str | None = None) -> Envelope | None:
-        """What the session was given since its last update; None for nothing."""
+        """Return the context of the current window.
+
+        Args:
+            session_id: The session, where there are many.
+
+        Returns:
+            The last ranking since the last update, as an Envelope. None if there is no such ranking.
+        """
         with self._lock:
             ranking = self._rankings.get(self.get(session_id))
         if ranking is None:
@@ -141,18 +197,35 @@ class Sessions:
         return Envelope(ranking, tokens=tokens, token_budget=tokens, skipped=0)
 
     def exit(self, session_id: str | None = None) -> Exit:
-        """Whether to stop before the next output is written: all four exits (readings R32 and R37).
+        """Test all four exits before the next output is written (readings R32 and R37).
 
-        Ask after each ``rank`` or ``rerank`` too: where what it handed out has nothing new, no output is written.
+        Call it after each ``rank`` or ``rerank`` too. If the ranking has nothing new, the writer need not write.
+
+        Args:
+            session_id: The session, where there are many.
+
+        Returns:
+            Whether to stop, and why.
         """
         session, envelope = self.get(session_id), self.handed_out(session_id)
         return session.exit() if envelope is None else session.before_window(envelope)
 
     def update(self, output: str, report: WindowReport | None = None, *, session_id: str | None = None) -> Exit:
-        """After a window: cover what output addressed, remember what was handed out; says whether to stop.
+        """Update the session after a window, and test the exits.
 
-        report: what output achieved; None asks ``assess``. Raises what ``Session.update`` raises, and SessionEnded
-        where the session had ended before; then nothing changed.
+        The session covers the sub-queries that the output addressed and takes the last ranking as its envelope.
+
+        Args:
+            output: The text of the window.
+            report: The sub-queries that the output addressed. None calls ``assess``.
+            session_id: The session, where there are many.
+
+        Returns:
+            Whether to stop, and why.
+
+        Raises:
+            SessionEnded: If the session has ended before. Nothing changes then.
+            ValueError: As in ``Session.update``, which may raise other exceptions too.
         """
         session, envelope = self.get(session_id), self.handed_out(session_id)
         session.check_open(-1 if envelope is None else envelope.ranking.newest)
@@ -175,7 +248,7 @@ class Sessions:
 
 
 def breakdown(ranking: Ranking, place: int) -> dict[str, float]:
-    """The numbers of one ranked fact, as plain floats."""
+    """Return the score of one ranked fact and the terms behind it, as plain floats."""
     return {
         "score": float(ranking.score[place]),
         "relevance": float(ranking.relevance[place]),

@@ -25,12 +25,16 @@ except ImportError as error:
 
 @component
 class CDRRanker:
-    """Documents ranked for the session's next window; those below its gate are left out.
+    """Rank documents for the session's next window.
 
-    session: a Session, or many by id (see ``Sessions``). top_k: how many documents, all for None. session_id: used
-    where a run names none. assess: see ``Sessions``; it is not serialised.
+    The result omits documents below the session's gate. ``to_dict`` writes the sessions with their whole state as text.
+    It cannot write sessions that come from a function.
 
-    ``to_dict`` writes the sessions with their whole state, as text; a function of sessions cannot be written.
+    Args:
+        session: A Session, or many by id (see ``Sessions``).
+        top_k: The largest number of documents. None is all.
+        session_id: The session for runs that name none.
+        assess: A function from an output to its WindowReport (see ``Sessions``). ``to_dict`` does not write it.
     """
 
     def __init__(
@@ -52,9 +56,22 @@ class CDRRanker:
         top_k: int | None = None,
         session_id: str | None = None,
     ) -> dict[str, list[Document]]:
-        """The documents that pass the gate, best first; copies, with the score and in ``meta["cdr"]`` its breakdown.
+        """Rank the documents.
 
-        Documents need their embedding (retrievers: return_embedding=True) and may have an ``importance`` in meta.
+        Args:
+            query_embedding: The query's embedding, [D].
+            documents: Documents with embeddings (set return_embedding=True on the retriever). ``importance`` in a
+                document's meta counts; the default is 1.
+            top_k: The largest number of documents. None is the component's own.
+            session_id: The session, where there are many. None is the component's own.
+
+        Returns:
+            ``documents``: copies of those that pass the gate, best first, with the score, and its terms in
+            ``meta["cdr"]``.
+
+        Raises:
+            ValueError: If a document has no embedding, and as in ``Sessions.rerank``.
+            SessionEnded: If the session has ended.
         """
         without = [document.id for document in documents if document.embedding is None]
         if without:
@@ -77,15 +94,41 @@ class CDRRanker:
         return {"documents": ranked}
 
     def update(self, output: str, report: WindowReport | None = None, session_id: str | None = None) -> Exit:
-        """See ``Sessions.update``."""
+        """Update the session after a window, and test the exits (``Sessions.update``).
+
+        Args:
+            output: The text of the window.
+            report: The sub-queries that the output addressed. None calls ``assess``.
+            session_id: The session, where there are many. None is the adapter's own.
+
+        Returns:
+            Whether to stop, and why.
+
+        Raises:
+            SessionEnded: If the session has ended before. Nothing changes then.
+        """
         return self.sessions.update(output, report, session_id=session_id or self.session_id)
 
     def exit(self, session_id: str | None = None) -> Exit:
-        """See ``Sessions.exit``."""
+        """Test all four exits before the next output is written (``Sessions.exit``).
+
+        Args:
+            session_id: The session, where there are many. None is the adapter's own.
+
+        Returns:
+            Whether to stop, and why.
+        """
         return self.sessions.exit(session_id or self.session_id)
 
     def to_dict(self) -> dict[str, Any]:
-        """The component with its sessions as JSON texts. ValueError where they come from a function."""
+        """Serialise the component with its sessions as JSON texts.
+
+        Returns:
+            The dictionary that ``from_dict`` reads.
+
+        Raises:
+            ValueError: If the sessions come from a function.
+        """
         source = self.sessions.source
         if isinstance(source, Session):
             session: Any = source.to_json()
@@ -98,7 +141,14 @@ class CDRRanker:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CDRRanker:
-        """What ``to_dict`` wrote, the sessions in the state they had."""
+        """Restore a component from the dictionary of ``to_dict``.
+
+        Args:
+            data: The dictionary.
+
+        Returns:
+            The component. Its sessions have the state that they had in ``to_dict``.
+        """
         parameters = dict(data["init_parameters"])
         session = parameters["session"]
         if isinstance(session, str):

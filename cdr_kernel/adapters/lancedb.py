@@ -23,13 +23,22 @@ except ImportError as error:
 
 
 class CDRReranker(Reranker):
-    """Rows ranked for the session's next window, the score in ``_relevance_score``; those below its gate are left out.
+    """Rank rows of a search for the session's next window.
 
-    session: a Session, or many by id (see ``Sessions``). embed: the query's text -> [D], of the model of the rows'
-    vectors. column, vector_column: where a row's text and vector are; id_column: where its id is, by default its
-    text decides. importance_column: >= 0, by default 1. k: how many rows, all for None; limit() of a search is applied
-    before the reranker sees them. session_id: which session, where there are many; ``for_session`` gives a reranker
-    with another one. assess: see ``Sessions``. return_score: as in LanceDB.
+    The result omits rows below the session's gate. The score is in ``_relevance_score``. LanceDB applies the search's
+    limit() before it calls the reranker.
+
+    Args:
+        session: A Session, or many by id (see ``Sessions``).
+        embed: A function from the query's text to its embedding, [D], of the model of the rows' vectors.
+        column: The column of a row's text.
+        vector_column: The column of a row's vector.
+        id_column: The column of a row's id. None makes the id from the text.
+        importance_column: The column of a row's importance, >= 0. None is 1 for all rows.
+        k: The largest number of rows. None is all.
+        session_id: The session, where there are many. ``for_session`` makes a reranker for another one.
+        assess: A function from an output to its WindowReport (see ``Sessions``).
+        return_score: As in LanceDB.
     """
 
     def __init__(
@@ -54,7 +63,14 @@ class CDRReranker(Reranker):
         self.session_id = session_id
 
     def for_session(self, session_id: str) -> CDRReranker:
-        """The same reranker with that session_id."""
+        """Return a reranker for one session.
+
+        Args:
+            session_id: The session that it uses.
+
+        Returns:
+            A reranker that shares the sessions and the other settings.
+        """
         names = ("column", "vector_column", "id_column", "importance_column")
         columns: Any = dict(zip(names, self.columns, strict=True))
         return CDRReranker(
@@ -62,23 +78,75 @@ class CDRReranker(Reranker):
         )
 
     def update(self, output: str, report: WindowReport | None = None) -> Exit:
-        """See ``Sessions.update``."""
+        """Update the session after a window, and test the exits (``Sessions.update``).
+
+        Args:
+            output: The text of the window.
+            report: The sub-queries that the output addressed. None calls ``assess``.
+
+        Returns:
+            Whether to stop, and why.
+
+        Raises:
+            SessionEnded: If the session has ended before. Nothing changes then.
+        """
         return self.sessions.update(output, report, session_id=self.session_id)
 
     def exit(self) -> Exit:
-        """See ``Sessions.exit``."""
+        """Test all four exits before the next output is written (``Sessions.exit``).
+
+        Returns:
+            Whether to stop, and why.
+        """
         return self.sessions.exit(self.session_id)
 
     def rerank_vector(self, query: str, vector_results: pa.Table) -> pa.Table:
-        """Rows of a vector search; give the search's ``rerank`` a query_string."""
+        """Rank the rows of a vector search.
+
+        Args:
+            query: The query's text. Pass it as query_string to the search's ``rerank``.
+            vector_results: The rows.
+
+        Returns:
+            The rows that pass the gate, best first.
+
+        Raises:
+            ValueError: If a column is missing, and as in ``Sessions.rerank``.
+            SessionEnded: If the session has ended.
+        """
         return self._ranked(query, vector_results)
 
     def rerank_fts(self, query: str, fts_results: pa.Table) -> pa.Table:
-        """Rows of a full-text search."""
+        """Rank the rows of a full-text search.
+
+        Args:
+            query: The query's text.
+            fts_results: The rows.
+
+        Returns:
+            The rows that pass the gate, best first.
+
+        Raises:
+            ValueError: As in ``rerank_vector``.
+            SessionEnded: If the session has ended.
+        """
         return self._ranked(query, fts_results)
 
     def rerank_hybrid(self, query: str, vector_results: pa.Table, fts_results: pa.Table) -> pa.Table:
-        """Rows of both, each once."""
+        """Rank the rows of a hybrid search, each row once.
+
+        Args:
+            query: The query's text.
+            vector_results: The rows of the vector search.
+            fts_results: The rows of the full-text search.
+
+        Returns:
+            The rows that pass the gate, best first.
+
+        Raises:
+            ValueError: As in ``rerank_vector``.
+            SessionEnded: If the session has ended.
+        """
         if self.score == "all":
             return self._ranked(query, self._merge_and_keep_scores(vector_results, fts_results))
         return self._ranked(query, self.merge_results(vector_results, fts_results))

@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 class _Carrying(BaseModel):
-    """What both carry: the sessions, and the way an output reaches them."""
+    """Fields and methods that the retriever and the compressor share."""
 
     session: Any
     session_id: str | None = None
@@ -36,31 +36,62 @@ class _Carrying(BaseModel):
     _sessions: Sessions = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
-        """Make the sessions."""
+        """Create the sessions after pydantic has set the fields."""
         super().model_post_init(context)
         self._sessions = Sessions(self.session, assess=self.assess)
 
     def for_session(self, session_id: str) -> Self:
-        """The same adapter with that session_id."""
+        """Return a copy of the adapter for one session.
+
+        Args:
+            session_id: The session that the copy uses.
+
+        Returns:
+            The copy. It shares the sessions.
+        """
         return self.model_copy(update={"session_id": session_id})
 
     def update(self, output: str, report: WindowReport | None = None, *, session_id: str | None = None) -> Exit:
-        """See ``Sessions.update``."""
+        """Update the session after a window, and test the exits (``Sessions.update``).
+
+        Args:
+            output: The text of the window.
+            report: The sub-queries that the output addressed. None calls ``assess``.
+            session_id: The session, where there are many. None is the adapter's own.
+
+        Returns:
+            Whether to stop, and why.
+
+        Raises:
+            SessionEnded: If the session has ended before. Nothing changes then.
+        """
         return self._sessions.update(output, report, session_id=session_id or self.session_id)
 
     def exit(self, *, session_id: str | None = None) -> Exit:
-        """See ``Sessions.exit``."""
+        """Test all four exits before the next output is written (``Sessions.exit``).
+
+        Args:
+            session_id: The session, where there are many. None is the adapter's own.
+
+        Returns:
+            Whether to stop, and why.
+        """
         return self._sessions.exit(session_id or self.session_id)
 
 
 class CDRRetriever(_Carrying, BaseRetriever):
     """The k best facts of a store for the session's next window, as documents.
 
-    session: a Session, or many by id (see ``Sessions``). retriever: a cdr_kernel Retriever. embeddings: of the model of
-    the store and the sessions. session_id: used where a call names none. assess: see ``Sessions``.
+    A document has the fact's id and text. Its metadata has ``relevance_score`` (the CDR score), ``cdr`` (the terms of
+    the score), and ``source`` and ``position`` where the fact has them.
 
-    Documents have the fact's id and text; metadata has ``source`` and ``position`` where the fact has them,
-    ``relevance_score`` (the CDR score) and ``cdr``, its breakdown.
+    Args:
+        session: A Session, or many by id (see ``Sessions``).
+        retriever: A cdr_kernel Retriever.
+        embeddings: LangChain embeddings of the model of the store and the sessions.
+        k: The largest number of documents. None is all.
+        session_id: The session for calls that name none.
+        assess: A function from an output to its WindowReport (see ``Sessions``).
     """
 
     retriever: Any
@@ -90,11 +121,19 @@ class CDRRetriever(_Carrying, BaseRetriever):
 
 
 class CDRCompressor(_Carrying, BaseDocumentCompressor):
-    """Documents that another retriever found, ranked for the session's next window; those below its gate are left out.
+    """Rank documents of another retriever for the session's next window.
 
-    session, embeddings, k, session_id, assess: as in ``CDRRetriever``. A vector in ``metadata[embedding_key]`` and an
-    importance in ``metadata["importance"]`` are taken where a document has them; other documents are embedded in every
-    call (wrap embeddings in CacheBackedEmbeddings to keep them). A document without an id is known by its text.
+    The result omits documents below the session's gate. A document without an id gets one from its text. An importance
+    in ``metadata["importance"]`` counts; the default is 1. Each call embeds the documents that have no vector; wrap
+    `embeddings` in CacheBackedEmbeddings to avoid that.
+
+    Args:
+        session: A Session, or many by id (see ``Sessions``).
+        embeddings: LangChain embeddings of the sessions' model.
+        k: The largest number of documents. None is all.
+        embedding_key: The metadata key of a document's vector.
+        session_id: The session, where there are many.
+        assess: A function from an output to its WindowReport (see ``Sessions``).
     """
 
     embeddings: Embeddings
@@ -104,7 +143,20 @@ class CDRCompressor(_Carrying, BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Any = None
     ) -> Sequence[Document]:
-        """The documents that pass the gate, best first, k of them; copies, with the scores in their metadata."""
+        """Rank the documents.
+
+        Args:
+            documents: The documents of another retriever.
+            query: The query's text.
+            callbacks: Unused.
+
+        Returns:
+            Copies of the at most k best documents that pass the gate, best first, with the scores in their metadata.
+
+        Raises:
+            ValueError: As in ``Sessions.rerank``.
+            SessionEnded: If the session has ended.
+        """
         vectors = [document.metadata.get(self.embedding_key) for document in documents]
         missing = [i for i, vector in enumerate(vectors) if vector is None]
         if missing:

@@ -31,9 +31,16 @@ except ImportError as error:
 class CDRRetriever(BaseRetriever):
     """The k best facts of a store for the session's next window, as text nodes with the CDR score.
 
-    session: a Session, or many by id (see ``Sessions``). retriever: a cdr_kernel Retriever. embed_model: that of the
-    store and the sessions; a query bundle that has an embedding is taken as it is. session_id: which session, where
-    there are many; ``for_session`` gives a retriever with another one. assess: see ``Sessions``.
+    The retriever uses the embedding of a query bundle where there is one.
+
+    Args:
+        session: A Session, or many by id (see ``Sessions``).
+        retriever: A cdr_kernel Retriever.
+        embed_model: The LlamaIndex embedding model of the store and the sessions.
+        k: The largest number of nodes. None is all.
+        session_id: The session, where there are many. ``for_session`` makes a retriever for another one.
+        assess: A function from an output to its WindowReport (see ``Sessions``).
+        options: Keywords of LlamaIndex's BaseRetriever.
     """
 
     def __init__(
@@ -55,15 +62,37 @@ class CDRRetriever(BaseRetriever):
         self.session_id = session_id
 
     def for_session(self, session_id: str) -> CDRRetriever:
-        """The same retriever with that session_id."""
+        """Return a retriever for one session.
+
+        Args:
+            session_id: The session that it uses.
+
+        Returns:
+            A retriever that shares the sessions and the other settings.
+        """
         return CDRRetriever(self.sessions, self.cdr_retriever, self.embed_model, k=self.k, session_id=session_id)
 
     def update(self, output: str, report: WindowReport | None = None) -> Exit:
-        """See ``Sessions.update``."""
+        """Update the session after a window, and test the exits (``Sessions.update``).
+
+        Args:
+            output: The text of the window.
+            report: The sub-queries that the output addressed. None calls ``assess``.
+
+        Returns:
+            Whether to stop, and why.
+
+        Raises:
+            SessionEnded: If the session has ended before. Nothing changes then.
+        """
         return self.sessions.update(output, report, session_id=self.session_id)
 
     def exit(self) -> Exit:
-        """See ``Sessions.exit``."""
+        """Test all four exits before the next output is written (``Sessions.exit``).
+
+        Returns:
+            Whether to stop, and why.
+        """
         return self.sessions.exit(self.session_id)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -86,10 +115,17 @@ class CDRRetriever(BaseRetriever):
 
 
 class CDRPostprocessor(BaseNodePostprocessor):
-    """Nodes that another retriever found, ranked for the session's next window; those below its gate are left out.
+    """Rank nodes of another retriever for the session's next window.
 
-    session, embed_model, k, session_id, assess: as in ``CDRRetriever``. A node's own embedding is taken where it has
-    one, the others are embedded in every call; an ``importance`` in its metadata counts.
+    The result omits nodes below the session's gate. Each call embeds the nodes that have no embedding. An
+    ``importance`` in a node's metadata counts; the default is 1.
+
+    Args:
+        session: A Session, or many by id (see ``Sessions``).
+        embed_model: The LlamaIndex embedding model of the sessions.
+        k: The largest number of nodes. None is all.
+        session_id: The session, where there are many.
+        assess: A function from an output to its WindowReport (see ``Sessions``).
     """
 
     session: Any
@@ -105,20 +141,42 @@ class CDRPostprocessor(BaseNodePostprocessor):
 
     @classmethod
     def class_name(cls) -> str:
-        """The name LlamaIndex knows it by."""
+        """Return the name of the class in LlamaIndex's serialised form."""
         return "CDRPostprocessor"
 
     def for_session(self, session_id: str) -> CDRPostprocessor:
-        """The same postprocessor with that session_id."""
+        """Return a postprocessor for one session.
+
+        Args:
+            session_id: The session that it uses.
+
+        Returns:
+            A postprocessor that shares the sessions and the other settings.
+        """
         copy: CDRPostprocessor = self.model_copy(update={"session_id": session_id})
         return copy
 
     def update(self, output: str, report: WindowReport | None = None) -> Exit:
-        """See ``Sessions.update``."""
+        """Update the session after a window, and test the exits (``Sessions.update``).
+
+        Args:
+            output: The text of the window.
+            report: The sub-queries that the output addressed. None calls ``assess``.
+
+        Returns:
+            Whether to stop, and why.
+
+        Raises:
+            SessionEnded: If the session has ended before. Nothing changes then.
+        """
         return self._sessions.update(output, report, session_id=self.session_id)
 
     def exit(self) -> Exit:
-        """See ``Sessions.exit``."""
+        """Test all four exits before the next output is written (``Sessions.exit``).
+
+        Returns:
+            Whether to stop, and why.
+        """
         return self._sessions.exit(self.session_id)
 
     def _postprocess_nodes(
@@ -147,7 +205,7 @@ class CDRPostprocessor(BaseNodePostprocessor):
 
 
 def _vector(query_bundle: QueryBundle, embed_model: BaseEmbedding) -> list[float]:
-    """The query's embedding, made where it brings none."""
+    """Return the bundle's embedding, or compute it with the model."""
     if query_bundle.embedding is not None:
         return query_bundle.embedding
     return embed_model.get_agg_embedding_from_queries(query_bundle.embedding_strs)
