@@ -1,4 +1,7 @@
-"""From a file of facts to a store, batch by batch, so that a million facts are never in memory twice."""
+"""Build a store from a file of facts.
+
+The module works in batches, so that memory never holds a million facts twice.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,18 @@ _TEXTS_AT_ONCE = 256
 
 
 class FactFile:
-    """A file of facts with their vectors: read, checked, and put into a store.
+    """A file of facts with their embeddings.
 
-    embeddings: FILE.npy or FILE.npz:KEY, [N, D], row i for fact i; or a function from n texts to vectors [n, D].
-    start, stop: only these rows (0-based). name: of the function. called: what messages call the file. Raises
-    FileError where facts and vectors do not fit together.
+    Args:
+        path: The file of facts.
+        embeddings: FILE.npy or FILE.npz:KEY, [N, D], row i for fact i. Or a function from n texts to vectors, [n, D].
+        start: The first row, 0-based.
+        stop: The row after the last. None is the end of the file.
+        name: The name of the function in messages.
+        called: The name of the file in messages. The default is its path.
+
+    Raises:
+        FileError: If the file has no facts or not these rows, or if facts and embeddings do not fit together.
     """
 
     def __init__(
@@ -36,9 +46,7 @@ class FactFile:
         called: str = "",
     ) -> None:
         called = called or str(path)
-        next(
-            read_facts(path, stop=1, name=called), None
-        )  # whether this is a file of facts at all comes before their number
+        next(read_facts(path, stop=1, name=called), None)  # report a file of another kind before counting its facts
         count = count_facts(path)
         if count == 0:
             raise FileError(f"{called}: expected at least one fact, found none")
@@ -69,9 +77,20 @@ class FactFile:
         on_invalid: str = "raise",
         advance: Callable[[int], None] = lambda count: None,
     ) -> tuple[FactStore, list[str]]:
-        """A store of the facts, and the ids that on_invalid="skip" left out. advance: told of facts as they are done.
+        """Build a store of the facts.
 
-        Raises FileError naming the place of an id that comes twice and of a vector that is not finite or all zeros.
+        Args:
+            embedding_model: The name of the embedding model.
+            dtype: The dtype of the store's embeddings.
+            on_invalid: "raise", or "skip" to leave out facts with an invalid vector.
+            advance: A progress callback. It takes the number of further facts that are done.
+
+        Returns:
+            The store, and the ids of the facts that "skip" left out.
+
+        Raises:
+            FileError: For a repeated id, for a vector that is not finite or all zeros, or if no valid vector remains.
+                The message names the place in the file.
         """
         store: FactStore | None = None
         skipped: list[str] = []
@@ -114,7 +133,7 @@ class FactFile:
                 attributes=batch.columns(),
                 on_invalid=on_invalid,
             ).skipped
-        except TypeError as error:  # of attributes, whose types no single fact tells
+        except TypeError as error:  # attribute types span the batch, so no single fact is to blame
             raise FileError(f"{self._called}, {batch.places[0]} to {batch.places[-1]}: {error}") from None
         except ValueError:
             with np.errstate(over="ignore", under="ignore"):

