@@ -1,10 +1,10 @@
-"""Which shard a fact belongs to, and a store cut into shards on disk.
+"""Assign facts to shards, and write a store as shards to disk.
 
     partition(store, "facts.shards", shards=4)               # or the path of a saved store
     open_shard("facts.shards", "shard-2")                    # (FactStore, version of the shard)
 
-A key goes to the shard of the highest hash (rendezvous): where a shard is added, only what goes to it moves. Facts keep
-the sequence numbers of the whole, so that equal scores come in one order however many shards there are.
+A key goes to the shard with the highest hash (rendezvous hashing). If a shard is added, only the facts that go to it
+move. Facts keep the sequence numbers of the whole store, so that ties have the same order with any number of shards.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ KIND = Kind(
     },
 )
 CHUNK = 65536
-"""Facts that are moved at a time."""
+"""The number of facts that move at a time."""
 
 
 class ShardDamaged(DamagedFileError):
-    """What is on the disk of a shard is not what was written."""
+    """The files of a shard differ from those that were written."""
 
 
 def shard_names(count: int, start: int = 0) -> list[str]:
-    """Names of so many shards, from number `start` on."""
+    """Return the names of `count` shards, from number `start` on."""
     return [f"shard-{i}" for i in range(start, start + count)]
 
 
 def owners(keys: Sequence[str], names: Sequence[str]) -> Int64:
-    """For each key the position of its shard among the names, int64 [len(keys)]."""
+    """Return the position of each key's shard in `names`, int64 [len(keys)]."""
     hashes = np.array([_hash(key) for key in keys], np.uint64)
     owner = np.zeros(len(keys), np.int64)
     most = np.zeros(len(keys), np.uint64)
@@ -89,15 +89,18 @@ def _mixed(values: Any) -> Any:
 
 
 def keys_of(ids: Sequence[str], sources: Sequence[str | None], by: str) -> list[str]:
-    """What decides where each fact goes: its source if it has one (by="source"), else its id."""
+    """Return the key that decides each fact's shard: with by="source" its source if it has one, else its id."""
     if by == "id":
         return ["id:" + id for id in ids]
     return ["id:" + id if s is None else "source:" + s for id, s in zip(ids, sources, strict=True)]
 
 
 def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
-    """The facts in these rows as `put` takes them: keywords of ``FactStore.add`` with their sequence numbers, the
-    numbers that they were added with, and when they expire."""
+    """Return the facts in these rows in the form that `put` takes.
+
+    The form is the keywords of ``FactStore.add`` with three columns more: the sequence numbers, the sequence numbers
+    at the first addition, and the expiry times.
+    """
     facts = view.facts(rows.tolist())
     names = sorted({name for fact in facts for name in fact.attributes})
     return {
@@ -115,14 +118,14 @@ def facts_in(view: StoreView, rows: Int64) -> dict[str, Any]:
 
 
 def put(store: FactStore, facts: Mapping[str, Any]) -> None:
-    """Add facts as `facts_in` gives them. Raises what ``FactStore.add`` raises."""
+    """Add facts in the form of `facts_in`. It raises the exceptions of ``FactStore.add``."""
     keywords = {name: value for name, value in facts.items() if name not in ("first_sequence", "expires_at")}
     found = expiring(store.check(**keywords), facts.get("expires_at", ()))
     store._put(found._replace(first_sequence=facts.get("first_sequence")), replace=False)
 
 
 def placed(view: StoreView, names: Sequence[str], by: str) -> Iterator[tuple[Int64, Int64]]:
-    """(rows, positions of their shards among the names) of all facts, in turn."""
+    """Yield all facts in chunks: (rows, positions of their shards in `names`)."""
     alive = np.flatnonzero(view.alive)
     for start in range(0, len(alive), CHUNK):
         rows = alive[start : start + CHUNK]
@@ -132,7 +135,7 @@ def placed(view: StoreView, names: Sequence[str], by: str) -> Iterator[tuple[Int
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Facts of several places, each as `facts_in` gives them, as one, in the order of their sequence numbers."""
+    """Merge facts of several stores, each in the form of `facts_in`, in the order of their sequence numbers."""
     if len(parts) == 1:
         return parts[0]
     order = np.argsort(np.concatenate([part["sequence"] for part in parts]))
@@ -157,7 +160,7 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parts_of(
     views: Sequence[StoreView], like: FactStore, names: Sequence[str], by: str
 ) -> Iterator[tuple[str, FactStore]]:
-    """(name, store of its facts), one after the other, of the facts in these views; like: makes the stores."""
+    """Yield (shard name, store of its facts) one by one. `like` is the store whose kind the new stores have."""
     owner = [np.full(view.rows, -1, np.int16) for view in views]
     for view, each in zip(views, owner, strict=True):
         for rows, positions in placed(view, names, by):
@@ -175,14 +178,14 @@ def parts_of(
 
 
 def check_by(by: str) -> str:
-    """by, one of BY."""
+    """Return `by` if it is one of BY, or raise ValueError."""
     if by not in BY:
         raise ValueError(f"by: expected one of {', '.join(BY)}, got {by!r}")
     return by
 
 
 def check_shards(shards: int) -> int:
-    """A number of shards, 1 to 4,096."""
+    """Return the number of shards as an int if it is 1 to 4,096, or raise."""
     if isinstance(shards, bool) or not isinstance(shards, int | np.integer):
         raise TypeError(f"shards: expected an integer, got {type(shards).__name__}")
     if not 1 <= shards <= 4096:
@@ -250,7 +253,7 @@ def partition(
 
 
 def save_part(part: FactStore, path: Path) -> None:
-    """Write the facts of a shard to a folder, with the codes of a scan where there are enough facts for them."""
+    """Write a shard to a folder, with quantised codes if it has enough facts to be worth them."""
     part.save(path)
     if len(part) >= WORTH_CODES:
         Retriever(FactStore.load(path, tokenizer=part.tokenizer, hash_key=part.hash_key)).save()
@@ -268,8 +271,19 @@ def manifest_fields(
     numbering: Numbering,
     expires: bool,
 ) -> dict[str, Any]:
-    """What a partition says of itself. versions: of the shards by name; kinds: types of the further columns; numbering:
-    whose the sequence numbers are; expires: whether any fact may."""
+    """Return the fields of a partition's manifest.
+
+    Args:
+        like: A store of the partition's kind.
+        versions: The version of each shard, by name.
+        by: "source" or "id", as in `partition`.
+        facts: The number of facts.
+        version: The version of the whole.
+        kinds: The types of the attributes.
+        next_sequence: The sequence number of the next fact.
+        numbering: The store that the sequence numbers belong to.
+        expires: Whether any fact may expire.
+    """
     return {
         "by": by,
         "dim": like.dim,
@@ -286,7 +300,7 @@ def manifest_fields(
 
 
 def check_manifest(found: dict[str, Any], where: str) -> dict[str, Any]:
-    """What a partition says of itself, where it can be. where: names it in the ValueError."""
+    """Return a manifest if it is valid, or raise. `where` names the file in the message."""
     check_by(found["by"])
     names = found["shards"]
     if not names or not all(type(version) is int and version >= 0 for version in names.values()):
@@ -295,7 +309,7 @@ def check_manifest(found: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def kinds_in(manifest: Mapping[str, Any]) -> dict[str, type]:
-    """Types of the further columns by name."""
+    """Return the types of the attributes by name."""
     listed = manifest["attributes"]
     try:
         return {name: KINDS[kind] for name, kind in listed.items()}
@@ -304,14 +318,14 @@ def kinds_in(manifest: Mapping[str, Any]) -> dict[str, type]:
 
 
 def numbering_in(manifest: Mapping[str, Any]) -> Numbering:
-    """Whose the sequence numbers of a partition are."""
+    """Return the numbering of a manifest, which tells the store that its sequence numbers belong to."""
     return Numbering.read(manifest["numbering"], KIND.file)
 
 
 def empty_store(
     manifest: Mapping[str, Any], *, tokenizer: Tokenizer | None = None, hash_key: HashKey | None = None
 ) -> FactStore:
-    """A store without facts, of the kind that the partition is of."""
+    """Return an empty store of the partition's kind."""
     return FactStore(
         manifest["dim"],
         embedding_model=manifest["embedding_model"],
@@ -322,18 +336,18 @@ def empty_store(
 
 
 Write: TypeAlias = "Callable[[FactStore], Any]"
-"""Writes a shard's facts where they belong, in whichever process; what it returns goes to the home."""
+"""A function that writes the facts of one shard, in any process. The home receives its return value."""
 
 
 @runtime_checkable
 class Home(Protocol):
-    """Where a partition is: a `Folder`, or `LanceHome`. It travels to the actors."""
+    """The place of a partition: a `Folder` or a `LanceHome`. Ray actors receive a copy."""
 
     def manifest(self) -> dict[str, Any]:
-        """What the partition says of itself. FileNotFoundError where there is none, ValueError where it is damaged."""
+        """Return the manifest. FileNotFoundError: there is none. ValueError: it is damaged."""
 
     def save(self, fields: Mapping[str, Any], write: Callable[[Mapping[str, Write]], Mapping[str, Any]]) -> None:
-        """Replace the partition. write: is given what writes each shard, by name, and returns what that returned."""
+        """Replace the partition. `write` takes a function per shard name and returns their results by name."""
 
     def open(
         self,
@@ -348,7 +362,7 @@ class Home(Protocol):
 
 @dataclass(frozen=True)
 class Folder:
-    """A partition in a folder that every process sees under this path."""
+    """A partition in a folder. Every process must see the folder under the same path."""
 
     path: str
 
@@ -362,12 +376,12 @@ class Folder:
         return found
 
     def save(self, fields: Mapping[str, Any], write: Callable[[Mapping[str, Write]], Mapping[str, Any]]) -> None:
-        """See `Home`. Raises FileExistsError for a file, and a folder with other things."""
+        """Replace the partition. FileExistsError: the path is a file, or a folder with other files."""
         folder = Path(self.path)
         if folder.exists() and not folder.is_dir():
             raise FileExistsError(f"{folder}: expected a folder, found a file")
         if folder.exists() and not (folder / KIND.file).exists():
-            ours = (LOCK, KIND.data, KIND.file)  # what a save that was killed may have left
+            ours = (LOCK, KIND.data, KIND.file)  # a killed save may leave these
             if any(not path.name.startswith(ours) for path in folder.iterdir()):
                 raise FileExistsError(f"{folder}: expected a partition or an empty folder, found other files")
 
@@ -406,7 +420,7 @@ class Folder:
 
 
 def home_of(home: str | os.PathLike[str] | Home) -> Home:
-    """A home as it is, a path as a `Folder`. TypeError for anything else."""
+    """Return a Home unchanged and a path as a `Folder`. Anything else raises TypeError."""
     if isinstance(home, str | os.PathLike):
         return Folder(os.path.abspath(home))
     if not isinstance(home, Home):
@@ -415,7 +429,7 @@ def home_of(home: str | os.PathLike[str] | Home) -> Home:
 
 
 def manifest_of(home: str | os.PathLike[str] | Home) -> dict[str, Any]:
-    """What a partition says of itself. Raises FileNotFoundError where there is none, ValueError where it is damaged."""
+    """Return the manifest. FileNotFoundError: there is none. ValueError: it is damaged."""
     return home_of(home).manifest()
 
 
@@ -427,9 +441,19 @@ def open_shard(
     hash_key: HashKey | None = None,
     verify: bool = True,
 ) -> tuple[FactStore, int]:
-    """(the facts of a shard, its version); for a name that the partition does not know, no facts and version 0.
+    """Open one shard of a partition.
 
-    verify: whether to check all of it first; else what is mapped is checked before it is read, as in
-    ``FactStore.load``. Raises ShardDamaged where it is not as it was written, and what ``FactStore.load`` raises.
+    Args:
+        home: The partition.
+        name: The name of the shard.
+        tokenizer: The tokenizer of the store, as in ``FactStore.load``.
+        hash_key: The hash key of the store, as in ``FactStore.load``.
+        verify: Whether to check all files first. Otherwise mapped data is checked before it is read.
+
+    Returns:
+        The facts of the shard and its version. An unknown name has no facts and version 0.
+
+    Raises:
+        ShardDamaged: If the files differ from those that were written. ``FactStore.load`` may raise others.
     """
     return home_of(home).open(name, tokenizer=tokenizer, hash_key=hash_key, verify=verify)
