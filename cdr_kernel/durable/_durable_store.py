@@ -196,10 +196,18 @@ class DurableStore:
     def from_facts(
         cls, facts: FactStore, path: str | os.PathLike[str], *, advance: Advance | None = None
     ) -> DurableStore:
-        """A new durable store with the facts of a store in memory, in their order and with their sequence numbers.
+        """Create a durable store with the facts of a store, in their order and with their sequence numbers. Whole or
+        not at all.
 
-        Whole or not at all. advance: told of facts as they are done. Raises what ``create`` raises, ValueError for
-        strings with lone surrogates.
+        Args:
+            facts: The store.
+            path: The folder, empty or not there yet.
+            advance: Called with the number of facts that are done since the last call.
+
+        Raises:
+            FileExistsError: If the folder contains something else.
+            ValueError: For strings with lone surrogates.
+            ImportError: Without the extra `store`.
         """
         check_names(facts.view().attribute_names)
         hasher: dict[str, Any] = {"tokenizer": facts.tokenizer, "hash_key": facts.hash_key}
@@ -209,10 +217,18 @@ class DurableStore:
         return cls._open(Path(path), None, **hasher, new=True)
 
     def export(self, file: str | os.PathLike[str]) -> int:
-        """Write all facts, quarantined ones included, to one safetensors file; returns how many.
+        """Write all facts, quarantined ones included, to one safetensors file. docs/store.md describes the format.
 
-        The file is replaced whole or not at all; `docs/store.md` has its format. Takes memory for all facts. Raises
-        OSError for a place where no file can be written, before anything is read.
+        The file is replaced whole or not at all. This takes memory for all facts.
+
+        Args:
+            file: The file.
+
+        Returns:
+            How many facts were written.
+
+        Raises:
+            OSError: If no file can be written there. Nothing was read then.
         """
         _transfer.check_target(Path(file))
         with self._lock:
@@ -232,10 +248,20 @@ class DurableStore:
         hash_key: HashKey | None = None,
         advance: Advance | None = None,
     ) -> DurableStore:
-        """A new durable store of a file that ``export`` wrote: the same facts, numbers, times and quarantine.
+        """Create a durable store from a file that `export` wrote: the same facts, numbers, times and quarantine. Whole
+        or not at all.
 
-        Whole or not at all. tokenizer, hash_key: of the new store, which need not be those of the old one. Raises what
-        ``create`` raises, FileNotFoundError and ValueError for a file that is missing, damaged or of another kind.
+        Args:
+            file: The file.
+            path: The folder, empty or not there yet.
+            tokenizer: The tokenizer of the new store. It may be another one than before.
+            hash_key: The hash key of the new store. It may be another one than before.
+            advance: Called with the number of facts that are done since the last call.
+
+        Raises:
+            FileNotFoundError: If the file is missing.
+            FileExistsError: If the folder contains something else.
+            ValueError: If the file is damaged or of another kind.
         """
         found = _transfer.Exchanged(Path(file))
         model, dtype = found.about["embedding_model"], found.about["dtype"]
@@ -250,12 +276,12 @@ class DurableStore:
 
     @property
     def facts(self) -> FactStore:
-        """The live store: take it to a Retriever, do not change it."""
+        """The live store. Give it to a `Retriever`; do not change it."""
         return self._replica.facts
 
     @property
     def version(self) -> int:
-        """The version of the record that ``facts`` is equal to."""
+        """The version of the dataset that `facts` equals."""
         return self._replica.version
 
     @property
@@ -286,12 +312,12 @@ class DurableStore:
         self.close()
 
     def close(self) -> None:
-        """End what runs in the background. ``facts`` can still be ranked; changes raise ValueError."""
+        """End the background work. `facts` can still be ranked; changes raise ValueError."""
         self._closed = True
         self.verify()  # which ends soon now
 
     def quarantined(self) -> dict[str, str | None]:
-        """Ids of the quarantined facts in the order of their sequence, with the reasons."""
+        """The ids of the quarantined facts in the order of their sequence, with the reasons."""
         with self._lock:
             return {i: held[1] for i, held in sorted(self._replica.held.items(), key=lambda item: item[1][0])}
 
@@ -302,9 +328,9 @@ class DurableStore:
     def stats(self) -> dict[str, Any]:
         """Counts, sizes in bytes, versions and settings, ready for JSON.
 
-        withheld: facts that are past their time by this process's clock and still in the record. snapshot_version: that
-        of the snapshot in the folder, None without one. snapshot: "none", "checking", "checked"
-        or what was wrong with the one that was opened.
+        `withheld` counts facts that are expired by this process's clock and still in the dataset. `snapshot_version` is
+        that of the snapshot in the folder, None without one. `snapshot` is "none", "checking", "checked", or what was
+        wrong with the snapshot.
         """
         with self._lock:
             checking = self._checking is not None and self._checking.is_alive()
@@ -342,12 +368,25 @@ class DurableStore:
         attributes: Mapping[str, Sequence[Value | None]] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
-        """Add facts that are not in the store yet, quarantined ones included; as `FactStore.add`.
+        """Add facts that are not in the store yet, as `FactStore.add` does. It returns when the facts are on disk.
 
-        expires_at: [M] from when a fact is withheld: a datetime with a time zone, seconds since 1970, or None for
-        never. A fact that is past its time does not count as there: one of the same id takes its place. Strings must be
-        valid Unicode (no lone surrogates), ValueError else. Returns when the facts are on the disk; after an error the
-        record is as it was.
+        After an error the dataset is as it was. An expired fact does not count as present: a new fact with its id takes
+        its place. A quarantined one does.
+
+        Args:
+            ids: As in `FactStore.add`, and so are the others. Strings must be valid Unicode.
+            texts: See there.
+            embeddings: See there.
+            importance: See there.
+            source: See there.
+            position: See there.
+            expires_at: [M]: from when a fact is withheld: a datetime with a time zone, seconds since 1970, or None for
+                never.
+            attributes: See there.
+            on_invalid: See there.
+
+        Raises:
+            ValueError: As `FactStore.add`, and for strings with lone surrogates.
         """
         ids = _listed(ids)
         check_names(attributes or ())
@@ -367,9 +406,10 @@ class DurableStore:
         attributes: Mapping[str, Sequence[Value | None]] | None = None,
         on_invalid: str = "raise",
     ) -> Added:
-        """Like add, but a fact that is there is replaced whole, in the same commit, and takes a new sequence number.
+        """Add facts, and replace those that are in the store, in one commit. A replaced fact gets a new sequence
+        number.
 
-        A quarantined fact is replaced too and stays quarantined.
+        A quarantined fact is replaced too and stays quarantined. The arguments are those of `add`.
         """
         ids = _listed(ids)
         check_names(attributes or ())
@@ -391,12 +431,19 @@ class DurableStore:
             return added
 
     def remove(self, ids: Iterable[str], *, missing: str = "raise") -> int:
-        """Delete facts, quarantined ones and those past their time included; returns how many.
+        """Delete facts, quarantined and expired ones included. `compact` frees their bytes.
 
-        Their bytes are gone after ``compact``.
+        A quarantined id that was removed may be added again as a new fact.
 
-        missing: "raise" is a KeyError naming ids that are not there (nothing is removed then), "ignore" passes them
-        over. A quarantined id that was removed may be added again as a new fact.
+        Args:
+            ids: The ids.
+            missing: "raise" refuses ids that are not there, and removes nothing. "ignore" ignores them.
+
+        Returns:
+            How many facts were deleted.
+
+        Raises:
+            KeyError: If an id is not there and `missing` is "raise".
         """
         if missing not in ("raise", "ignore"):
             raise ValueError(f"missing: expected 'raise' or 'ignore', got {missing!r}")
@@ -404,10 +451,17 @@ class DurableStore:
         return self._change(lambda: _writes.remove(self._replica, wanted, missing=missing))
 
     def quarantine(self, ids: Iterable[str], reason: str | None = None) -> int:
-        """Take facts out of every ranking until they are released; returns how many. They stay in the record.
+        """Take facts out of every ranking until they are released. They stay in the dataset.
 
-        reason: kept beside them; a fact that is quarantined already gets the new one. Raises KeyError naming ids that
-        are not there; then nothing is changed.
+        Args:
+            ids: The ids.
+            reason: Stored with the facts. It replaces the reason of a fact that is quarantined already.
+
+        Returns:
+            How many facts were quarantined.
+
+        Raises:
+            KeyError: If an id is not there. Nothing was changed then.
         """
         wanted = _distinct(ids)
         if reason is not None and not isinstance(reason, str):
@@ -415,9 +469,16 @@ class DurableStore:
         return self._change(lambda: _writes.quarantine(self._replica, wanted, reason))
 
     def release(self, ids: Iterable[str]) -> int:
-        """Let quarantined facts into rankings again, as the newest facts in the order given; returns how many.
+        """Let quarantined facts into rankings again, as the newest facts, in the given order.
 
-        Raises KeyError naming ids that are not quarantined; then nothing is changed.
+        Args:
+            ids: The ids.
+
+        Returns:
+            How many facts were released.
+
+        Raises:
+            KeyError: If an id is not quarantined. Nothing was changed then.
         """
         wanted = _distinct(ids)
         with self._lock:
@@ -457,9 +518,12 @@ class DurableStore:
             return deleted
 
     def refresh(self) -> bool:
-        """See what other processes have committed, and withhold what is past its time; whether anything changed.
+        """Read what other processes have committed, and withhold expired facts.
 
-        What was withheld by a clock that was ahead comes back.
+        Facts that a wrong clock withheld come back.
+
+        Returns:
+            Whether anything changed.
         """
         with self._lock:
             self._check_open()
@@ -474,9 +538,11 @@ class DurableStore:
     # The folder
 
     def snapshot(self, *, codes: bool = True) -> None:
-        """Write the facts of this version to the folder, where the next open maps them.
+        """Write the facts of this version to the folder. The next open maps them.
 
-        codes: also the scan's codes, of 16,384 facts or more, which a retriever would else make again.
+        Args:
+            codes: Whether to write the scan's codes too, for 16,384 facts or more. A retriever would make them again
+                otherwise.
         """
         from cdr_kernel.retrieve import Retriever
         from cdr_kernel.retrieve._retriever import WORTH_CODES
@@ -498,9 +564,12 @@ class DurableStore:
             Retriever(saved).save()
 
     def compact(self, *, keep: float = 0.0) -> None:
-        """Write the record in few files without what was deleted, drop old versions, and write a new snapshot.
+        """Rewrite the dataset in few files without deleted facts, drop old versions, and write a new snapshot.
 
-        keep: seconds for which versions are kept. Others wait with their changes meanwhile; readers do not.
+        Writers wait meanwhile; readers do not.
+
+        Args:
+            keep: Seconds for which old versions are kept.
         """
         if not isinstance(keep, int | float) or isinstance(keep, bool) or not 0.0 <= keep < 1e9:
             raise ValueError(f"keep: expected seconds of at least 0, got {keep!r}")
@@ -518,7 +587,7 @@ class DurableStore:
 
     @property
     def verified(self) -> bool:
-        """Whether all that is ranked was checked: no block of a snapshot is left to look at."""
+        """Whether every block of the snapshot was checked."""
         return self.facts.verified
 
     def verify(self, progress: Callable[[int], object] | None = None) -> str | None:

@@ -129,19 +129,32 @@ def open_on_ray(
     threads: int = _THREADS,
     options: dict[str, Any] | None = None,
 ) -> ShardedStore:
-    """The shards of a partition, each in so many actors, spread over the nodes of the cluster that Ray is connected to.
+    """Open a partition with each shard in Ray actors, spread over the nodes of the cluster that Ray is connected to.
 
-    home: a path that every node can read (and write, for ``save``), or a `LanceHome`. verify: whether an actor reads
-    its shard whole before it answers, and compares it with its checksums. timeout, hedge_after, max_in_flight: see
-    `shard._messages.Limits`. num_cpus, num_gpus: what an actor reserves. 0 CPUs, as Ray's own running actors reserve: a
-    reservation limits no processor use, it only keeps an actor from starting where shards x replicas x num_cpus are not
-    free, and an actor that never starts answers nothing. device, device_dtype: as in ``ShardedStore.open``; where
-    some shards have a device, the others reserve no GPU, and "cuda" is the one that Ray gives the actor.
-    threads: requests that an actor works on at a time, at least 1. options: further ones for ``actor.options``.
-
-    Where less is free than the actors reserve, they are waited for, 10 s and `timeout` at most; a RuntimeWarning then
+    If less is free than the actors reserve, the call waits for them, at most 10 s and `timeout`. A RuntimeWarning then
     says how many have not started, what they reserve and what the cluster has. Rankings without them are incomplete.
-    Raises ImportError without Ray, RuntimeError before ``ray.init``, and what ``ShardedStore.open`` raises.
+
+    Args:
+        home: A path that every node can read (and write, for `save`), or a `LanceHome`.
+        replicas: Actors for each shard.
+        tokenizer: The tokenizer that the facts were added with.
+        hash_key: The hash key that the facts were added with.
+        verify: Whether an actor reads its shard first and compares it with its checksums.
+        timeout: Seconds that a request may take.
+        hedge_after: Seconds after which another replica is asked too. None never does.
+        max_in_flight: The most requests that a replica works on at a time.
+        num_cpus: CPUs that an actor reserves. A reservation limits no processor use. It only keeps an actor from
+            starting if shards x replicas x num_cpus are not free.
+        num_gpus: GPUs that an actor reserves. Shards without a device reserve none.
+        device: As in `ShardedStore.open`. "cuda" is the GPU that Ray gives the actor.
+        device_dtype: As in `ShardedStore.open`.
+        threads: Requests that an actor works on at a time, at least 1.
+        options: Further options for ``actor.options``.
+
+    Raises:
+        ImportError: Without Ray.
+        RuntimeError: Before ``ray.init``.
+        Exception: What `ShardedStore.open` raises.
     """
     ray = ray_module()
     if not ray.is_initialized():

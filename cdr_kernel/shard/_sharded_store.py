@@ -166,9 +166,15 @@ class ShardedStore:
         hedge_after: float | None = None,
         max_in_flight: int = 64,
     ) -> ShardedStore:
-        """The facts of a store in so many shards of this process; the store itself is not used any more.
+        """Split the facts of a store into shards of this process. Do not use the store afterwards.
 
-        by: "source" keeps all facts of one source in one shard, "id" spreads them evenly.
+        Args:
+            store: The store.
+            shards: How many shards.
+            by: "source" keeps all facts of one source in one shard. "id" spreads facts evenly.
+            timeout: Seconds that a request may take.
+            hedge_after: Seconds after which another replica is asked too. None never does.
+            max_in_flight: The most requests that a replica works on at a time.
         """
         if not isinstance(store, FactStore):
             raise TypeError(f"store: expected a FactStore, got {type(store).__name__}")
@@ -215,12 +221,26 @@ class ShardedStore:
         hedge_after: float | None = None,
         max_in_flight: int = 64,
     ) -> ShardedStore:
-        """The shards that `partition` or ``save`` wrote, mapped into this process.
+        """Map the shards that `partition` or `save` wrote into this process.
 
-        verify: whether to read them whole first and compare them with their checksums. device: a torch device such as
-        "cuda" on which the shards rank, or one by a shard's name, the others scan on the processor; device_dtype: what
-        it holds their rows in (see `retriever_on`). Raises `ShardDamaged` naming a shard that is not as it
-        was written, FileNotFoundError and ValueError as ``FactStore.load``, KeyError for a name that no shard has.
+        Args:
+            home: The folder, or a `LanceHome`.
+            replicas: Replicas of each shard.
+            tokenizer: The tokenizer that the facts were added with.
+            hash_key: The hash key that the facts were added with.
+            verify: Whether to read all shards first and compare them with their checksums.
+            device: A torch device such as "cuda" on which the shards rank, or one for each shard by name. Shards
+                without one scan on the processor.
+            device_dtype: The dtype of the rows on the device (see `retriever_on`).
+            timeout: Seconds that a request may take.
+            hedge_after: Seconds after which another replica is asked too. None never does.
+            max_in_flight: The most requests that a replica works on at a time.
+
+        Raises:
+            ShardDamaged: If a shard is not as it was written.
+            FileNotFoundError: If there is no partition.
+            ValueError: For another tokenizer or hash key.
+            KeyError: If `device` names a shard that does not exist.
         """
         home = home_of(home)
         manifest = manifest_of(home)
@@ -365,7 +385,15 @@ class ShardedStore:
         return [ids[i] for i in np.argsort(sequence).tolist()]
 
     def get(self, ids: Iterable[str]) -> list[Fact]:
-        """The facts of these ids. Raises KeyError naming an id that is not there, TypeError for one str."""
+        """The facts of these ids, in their order.
+
+        Args:
+            ids: The ids.
+
+        Raises:
+            KeyError: If an id is not in the store.
+            TypeError: For a single str.
+        """
         wanted = check_strings(ids, "ids")
         found = {fact.id: fact for part in self._ask("get", (tuple(wanted),)) for fact in part}
         missing = [i for i in wanted if i not in found]
@@ -391,8 +419,17 @@ class ShardedStore:
         return [found.get(number) for number in numbers.tolist()]
 
     def add(self, ids: Sequence[str], texts: Sequence[str], embeddings: Any, **keywords: Any) -> Added:
-        """As ``FactStore.add``: nothing is added after an error. Raises ShardsMissing where a shard that may hold one
-        of the ids cannot be asked."""
+        """Add facts, as `FactStore.add` does. Nothing is added after an error.
+
+        Args:
+            ids: As in `FactStore.add`, and so are the others.
+            texts: See there.
+            embeddings: See there.
+            keywords: See there.
+
+        Raises:
+            ShardsMissing: If a shard that may have one of the ids cannot be reached.
+        """
         return self._put(ids, texts, embeddings, keywords, replace=False)
 
     def upsert(self, ids: Sequence[str], texts: Sequence[str], embeddings: Any, **keywords: Any) -> Added:
@@ -531,10 +568,13 @@ class ShardedStore:
         self._told(self._snapshot.groups, "prepare")
 
     def save(self, home: str | os.PathLike[str] | Home | None = None) -> None:
-        """Write all shards to the folder they were opened from, or another one, as a partition.
+        """Write all shards as a partition, to the folder that they were opened from or to another one.
 
-        Whoever opens it finds the old shards or the new ones. Replicas elsewhere write their own shards, so the folder
-        must be one that they all see. Changes made before it need not be remembered any more.
+        A reader finds the old shards or the new ones. Replicas elsewhere write their own shards, so all of them must
+        see the folder. Earlier changes are then no longer remembered here.
+
+        Args:
+            home: The folder, or a `LanceHome`. None is where the shards were opened from.
         """
         with self._lock:
             place = self.home if home is None else home_of(home)
@@ -567,10 +607,16 @@ class ShardedStore:
                     group.trim(group.version)
 
     def add_shards(self, count: int = 1) -> int:
-        """Add so many empty shards and move to them what belongs there; returns how many facts moved.
+        """Add empty shards and move to them the facts that belong there.
 
-        Rankings go on meanwhile, on the old shards until all has moved. A store that was opened from a folder is saved
-        afterwards.
+        Rankings go on meanwhile, on the old shards until all facts have moved. A store that was opened from a folder is
+        saved afterwards.
+
+        Args:
+            count: How many shards to add.
+
+        Returns:
+            How many facts moved.
         """
         with self._lock:
             count = check_shards(count)
