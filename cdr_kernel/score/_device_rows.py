@@ -61,13 +61,18 @@ def check_dtype(dtype: str | None) -> None:
 class DeviceRows:
     """The rows of one store on a device.
 
-    device: "cuda", "cuda:1" or "cpu". dtype: float16, bfloat16, float32 or int8 (codes with a scale per row); None:
-    that of the store (float32 for float64). Whatever it is, answers stay exact: the distance of each row as held from
-    the row as stored is measured and becomes part of its bound. memory: bytes of rows on the device; what is beyond
-    stays in pinned host memory in the same dtype, and is streamed block by block in every pass, copies beside
-    computation. None: everything on the device. ValueError for a dtype or a device that is not there.
+    Answers stay exact in every dtype: the distance of each held row from the stored row is measured and becomes part of
+    its bound. Threads may share one. ``release()`` frees the memory; views that are still held keep what they use.
 
-    Threads may share one. ``release()`` gives the memory back; views that are still held keep what they use.
+    Args:
+        device: "cuda", "cuda:1" or "cpu".
+        dtype: float16, bfloat16, float32 or int8 (codes with a scale for each row). None is the store's (float32 for
+            float64).
+        memory: The most bytes of rows on the device. The rest stays in pinned host memory in the same dtype and is
+            streamed block by block in every pass, copies beside computation. None holds everything on the device.
+
+    Raises:
+        ValueError: For a dtype or a device that is not there.
     """
 
     def __init__(

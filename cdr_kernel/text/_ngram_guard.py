@@ -119,20 +119,24 @@ class Generation:
 class NGramGuard:
     """The session's n-gram blacklist (§5): what was written, and how much of it a fact repeats.
 
-    n: tokens in an n-gram, 1 to 32; the specification's is 6.
-    tokenizer, hash_key: those of the store, see `TokenHasher`. Give a tokenizer with settings a `name` that tells
-        the settings apart.
-    exact: compare the tokens themselves wherever hashes match. Then the guard keeps the tokens of all outputs, and
-        facts with a match are tokenised again.
-    max_ngrams: keep at most so many distinct n-grams, 1 or more; the oldest windows are forgotten first, whole,
-        where one more would be too many, and of a single output that has more the last ones stay. An n-gram counts
-        as written by every window that wrote it. None, the default, forgets nothing: a window of 2,000 words adds
-        some 2,000 n-grams, each 36 to 72 bytes here (see `nbytes`) and 11 in a stored session.
+    Unless `exact`, the guard keeps hashes only, each once. Any number of threads may read while others update: an
+    update makes a new blacklist and swaps it in, so each call sees one state from start to end.
 
-    Unless exact, only hashes are kept, and only distinct ones. Any number of threads may read while others update:
-    an update makes a new blacklist and swaps it in, so each call sees one state from start to end.
+    Args:
+        n: Tokens in an n-gram, 1 to 32. The specification's is 6.
+        tokenizer: That of the store, see `TokenHasher`. A tokenizer with settings needs a `name` that tells the
+            settings apart.
+        hash_key: That of the store, see `TokenHasher`.
+        exact: Whether to compare the tokens themselves if hashes match. The guard then keeps the tokens of all outputs,
+            and tokenises facts with a match again.
+        max_ngrams: The most distinct n-grams to keep, at least 1. The oldest windows are forgotten first, as a whole.
+            Of a single output that has more, the last n-grams stay. An n-gram counts as written by every window that
+            wrote it. None forgets nothing: a window of 2,000 words adds some 2,000 n-grams, each 36 to 72 bytes here
+            (see `nbytes`).
 
-    Raises ValueError for n outside 1 to 32 and a tokenizer without a name, TypeError for other types.
+    Raises:
+        ValueError: For n outside 1 to 32, and for a tokenizer without a name.
+        TypeError: For an argument of a wrong type.
 
         >>> guard = NGramGuard()
         >>> guard.update("Every pod gets its own IP address.")
@@ -548,16 +552,21 @@ def _restored(state: dict[str, Any], tokenizer: Tokenizer | None, hash_key: Hash
 
 
 def repetition(text: str, history: Sequence[str], n: int = NGRAM_SIZE, *, tokenizer: Tokenizer | None = None) -> float:
-    """How much of a text repeats earlier texts, in [0, 1]: what the table of §1.1 shows, window by window.
+    """How much of a text repeats earlier texts, in [0, 1] (the table of §1.1).
 
-    The share of the text's n-grams (one at each of its tokens but the last n - 1, repeats counted each time) that
-    occur in a text of history. What a text repeats of itself does not count, n-grams never reach from one text
-    into the next, and a text of fewer than n tokens has none: 0.0.
+    This is the share of the text's n-grams that occur in a text of the history. Each position counts, repeats included.
+    What a text repeats of itself does not count. N-grams never reach from one text into the next. A text of fewer than
+    n tokens has 0.0.
 
-    history: the outputs of the windows before. n: 1 to 32; 4 sees shorter borrowings than the guard's 6.
-    tokenizer: see `Tokenizer`; None is `tokenize`.
+    Args:
+        text: The text.
+        history: The outputs of the windows before.
+        n: 1 to 32. 4 sees shorter borrowings than the guard's 6.
+        tokenizer: See `Tokenizer`. None is `tokenize`.
 
-    Raises TypeError for what is no str or no sequence of them, ValueError for n and tokenizer as `NGramGuard`.
+    Raises:
+        TypeError: For a text that is no str, or a history that is no sequence of str.
+        ValueError: For n and tokenizer as in `NGramGuard`.
 
         >>> repetition("every pod gets its own address", ["Every pod gets an address. Its own address."], n=2)
         0.8
