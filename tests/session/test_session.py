@@ -1201,7 +1201,7 @@ def test_a_short_anchor_is_the_reference_s(labels, max_chars):
 
 def test_a_short_anchor_of_many_labels_takes_time_in_proportion():
     def session(n):
-        items = [SubQuery(f"s{i}", "x" * 400, "", np.ones(2)) for i in range(n)]
+        items = [SubQuery(f"s{i}", "x" * 40, "", np.ones(2)) for i in range(n)]
         return Session(items, embedding_model=MODEL)
 
     assert seconds(session(4_000).anchor, 100) < 6 * seconds(session(1_000).anchor, 100)
