@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,6 +166,8 @@ class Server(Target):
             return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
 
 
+TESTS = Path(__file__).resolve().parents[1]
+
 MAIN = """
 from cdr_kernel.cli import _app
 _app.main()
@@ -210,7 +213,8 @@ def attacking(server, attack):
     """The attack goes on while this runs; what its requests came to, once it has ended."""
     counts = {}
     command = [sys.executable, __file__, attack.__name__, str(server.port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [TESTS.parent, TESTS]))}  # as pytest has it
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as attacker:
         assert attacker.stdout.readline() == "ready\n"
         try:
             yield counts
